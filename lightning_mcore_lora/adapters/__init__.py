@@ -1,0 +1,7 @@
+"""LoRA adapters for Megatron-Core's parallel linears."""
+
+from lightning_mcore_lora.adapters.apply import adapters, apply_lora, remove_lora
+from lightning_mcore_lora.adapters.config import LoRAConfig
+from lightning_mcore_lora.adapters.report import LoRAReport, SiteReport
+
+__all__ = ["LoRAConfig", "LoRAReport", "SiteReport", "adapters", "apply_lora", "remove_lora"]

@@ -1,0 +1,118 @@
+r"""The placement table: how an adapter is laid out so that it leaves its output in the base linear's parallel state.
+
+An adapter adds :math:`s B (A x)` to a base linear, :math:`s = \alpha / r`, :math:`A` of shape ``[rank, d_in]``,
+:math:`B` of shape ``[d_out, rank]``. One row of :data:`TABLE` says, for one kind of linear, state of the sequence and
+mode, how each factor is sharded, which collective sits between the steps, and which factors see only a part of the
+tokens, so that their gradients must be summed. Building, running, initialising, saving and reporting read this table.
+
+Written out, with ``G`` the tensor-parallel group::
+
+    x -> enter -> A -> middle -> B -> (added to the base's output)
+
+Adding a kind of linear or a mode is adding a row.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Factor(Enum):
+    """How a factor is held over the group."""
+
+    REPLICATED = "replicated"
+    RANK = "sharded on rank"
+    INPUT = "sharded on d_in"
+    OUTPUT = "sharded on d_out"
+
+    def dim(self) -> int | None:
+        """The dimension of the factor that is sharded; ``None`` if it is replicated."""
+        return {Factor.REPLICATED: None, Factor.RANK: 0, Factor.INPUT: 1, Factor.OUTPUT: 0}[self]
+
+
+class Enter(Enum):
+    """How the input reaches A. The three of column-parallel sites are wide: ``[S, B, H]``."""
+
+    AS_IS = "as it is"
+    GATHER = "gathered once with the base; its gradient reduce-scattered"
+    REGATHER = "gathered inside A's product, again in backward; its gradient reduce-scattered"
+    COPY = "as it is; its gradient all-reduced"
+
+
+class Middle(Enum):
+    """What happens to ``z = A x``, which is rank wide: ``[S, B, r]``."""
+
+    NOTHING = "nothing"
+    GATHER_SEQUENCE = "all-gather along the sequence; backward reduce-scatter"
+    GATHER_RANK = "all-gather along rank; backward reduce-scatter"
+    COPY = "as it is; backward all-reduce"
+    REDUCE = "all-reduce; backward as it is"
+    REDUCE_SCATTER = "reduce-scatter along the sequence; backward all-gather"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One row.
+
+    Args:
+        kind: Kind of the base linear: ``column`` or ``row``.
+        sequence: Whether activations outside the linear are sharded along the sequence.
+        mode: ``gather``, ``regather`` or ``local``.
+        a: How A is held.
+        b: How B is held.
+        enter: How the input reaches A.
+        middle: What happens to z.
+        sum_a: A is replicated and saw a part of the tokens: its gradient is summed over the group.
+        sum_b: The same of B.
+        keeps: What of the input is kept for backward: ``full`` or ``shard`` of the sequence.
+        wide: Collectives of the input's width that the adapter adds to a step.
+    """
+
+    kind: str
+    sequence: bool
+    mode: str
+    a: Factor
+    b: Factor
+    enter: Enter
+    middle: Middle
+    sum_a: bool = False
+    sum_b: bool = False
+    keeps: str = "full"
+    wide: int = 0
+
+    @property
+    def name(self) -> str:
+        """Short name, for the report."""
+        return f"{self.kind}, {'sequence parallel' if self.sequence else 'whole sequence'}: A {self.a.value}, B {self.b.value}"
+
+
+_SHARDED = {"a": Factor.RANK, "b": Factor.OUTPUT, "middle": Middle.GATHER_RANK}
+_COLUMN_LOCAL = {"a": Factor.REPLICATED, "b": Factor.OUTPUT, "enter": Enter.AS_IS}
+_ROW = {"a": Factor.INPUT, "b": Factor.REPLICATED, "enter": Enter.AS_IS}
+
+TABLE: tuple[Placement, ...] = (
+    Placement("column", True, "gather", enter=Enter.GATHER, wide=1, **_SHARDED),
+    Placement("column", True, "regather", enter=Enter.REGATHER, wide=3, keeps="shard", **_SHARDED),
+    Placement("column", True, "local", middle=Middle.GATHER_SEQUENCE, sum_a=True, keeps="shard", **_COLUMN_LOCAL),
+    Placement("column", False, "gather", enter=Enter.COPY, wide=1, **_SHARDED),
+    Placement("column", False, "local", middle=Middle.COPY, **_COLUMN_LOCAL),
+    *(
+        row
+        for mode in ("gather", "regather", "local")
+        for row in (
+            Placement("row", True, mode, middle=Middle.REDUCE_SCATTER, sum_b=True, **_ROW),
+            Placement("row", False, mode, middle=Middle.REDUCE, **_ROW),
+        )
+    ),
+)
+
+
+def lookup(kind: str, sequence: bool, mode: str) -> Placement:
+    """The row for a site.
+
+    Raises:
+        KeyError: If the table has none.
+    """
+    for row in TABLE:
+        if (row.kind, row.sequence, row.mode) == (kind, sequence, mode):
+            return row
+    raise KeyError(f"no placement for kind={kind!r}, sequence={sequence}, mode={mode!r}")

@@ -1,0 +1,6 @@
+"""Callbacks for the Trainer."""
+
+from lightning_mcore_lora.callbacks.lora import LoRASPCallback
+from lightning_mcore_lora.callbacks.memory import MemoryMonitor
+
+__all__ = ["LoRASPCallback", "MemoryMonitor"]

@@ -1,0 +1,163 @@
+"""Model families: how a Hugging Face config and its tensors map to Megatron-Core. One family is one row."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_mcore_lora.models.layouts import Layout, columns, gate_up, qkv, replicated, rows
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """What a Hugging Face ``config.json`` says, in Megatron-Core's words."""
+
+    family: "Family"
+    transformer: dict[str, Any]
+    vocab_size: int
+    max_sequence_length: int
+    tied: bool
+    rotary_base: float
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron-Core parameter and the tensors it is made of; ``{i}`` stands for the layer number.
+
+    Args:
+        mcore: Names of the parameter; which one exists depends on the layer spec (Transformer Engine fuses norms).
+        hf: Names of the tensors, in the order that ``layout`` expects.
+        layout: How this rank's part is cut from the tensors.
+    """
+
+    mcore: tuple[str, ...]
+    hf: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of :data:`FAMILIES`.
+
+    Args:
+        fields: Makes fields of ``TransformerConfig`` from the config.
+        supported: Setting to allowed values; anything else is refused by name. A setting left out is one of them.
+        weights: The mapping of parameters.
+        ignored: Endings of tensor names that carry no weight.
+    """
+
+    fields: Callable[[dict[str, Any]], dict[str, Any]]
+    supported: dict[str, tuple[Any, ...]]
+    weights: tuple[Weight, ...]
+    ignored: tuple[str, ...] = field(default=())
+
+
+def _llama_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    heads = hf["num_attention_heads"]
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+_LAYER = "decoder.layers.{i}."
+_HF_LAYER = "model.layers.{i}."
+
+LLAMA_WEIGHTS = (
+    Weight(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), rows),
+    Weight(
+        (_LAYER + "input_layernorm.weight", _LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+        (_HF_LAYER + "input_layernorm.weight",),
+        replicated,
+    ),
+    Weight(
+        (_LAYER + "self_attention.linear_qkv.weight",),
+        tuple(_HF_LAYER + f"self_attn.{name}_proj.weight" for name in "qkv"),
+        qkv,
+    ),
+    Weight((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), columns),
+    Weight(
+        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        replicated,
+    ),
+    Weight(
+        (_LAYER + "mlp.linear_fc1.weight",),
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
+        gate_up,
+    ),
+    Weight((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), columns),
+    Weight(("decoder.final_layernorm.weight",), ("model.norm.weight",), replicated),
+    Weight(("output_layer.weight",), ("lm_head.weight",), rows),
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        fields=_llama_fields,
+        supported={
+            "hidden_act": ("silu",),
+            "attention_bias": (False, None),
+            "mlp_bias": (False, None),
+            "rope_type": ("default", None),
+            "quant_method": (None,),
+        },
+        weights=LLAMA_WEIGHTS,
+        ignored=("rotary_emb.inv_freq",),
+    ),
+}
+
+
+def read_hf_config(directory: str | Path) -> HFConfig:
+    """Read the ``config.json`` of a Hugging Face model directory.
+
+    Args:
+        directory: The folder that holds it.
+
+    Returns:
+        The settings in Megatron-Core's words.
+
+    Raises:
+        FileNotFoundError: If there is no ``config.json``.
+        NotImplementedError: If the family or one of its settings is not supported, naming it.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found: a Hugging Face model directory has a config.json")
+    hf = json.loads(path.read_text())
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        raise NotImplementedError(f"model_type={kind!r} in {path} is not supported; supported: {sorted(FAMILIES)}")
+    family = FAMILIES[kind]
+    # transformers 5 keeps rope settings in rope_parameters, transformers 4 in rope_scaling and rope_theta.
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    found = {"rope_type": rope.get("rope_type", rope.get("type"))}
+    found["quant_method"] = (hf.get("quantization_config") or {}).get("quant_method")
+    for setting, allowed in family.supported.items():
+        value = found.get(setting, hf.get(setting))
+        if value not in allowed:
+            raise NotImplementedError(
+                f"{setting}={value!r} in {path} is not supported for model_type={kind!r}; supported: {allowed[0]!r}"
+            )
+    return HFConfig(
+        family=family,
+        transformer=family.fields(hf),
+        vocab_size=hf["vocab_size"],
+        max_sequence_length=hf["max_position_embeddings"],
+        tied=hf.get("tie_word_embeddings", False),
+        rotary_base=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+    )

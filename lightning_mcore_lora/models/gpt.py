@@ -1,0 +1,139 @@
+"""Build Megatron-Core GPT models for the current parallel layout."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from lightning_mcore_lora.models.families import read_hf_config
+from lightning_mcore_lora.models.norms import SequenceParallelNorm
+from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
+
+_SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+
+
+def build_gpt_model(
+    source: str | Path | TransformerConfig,
+    parallel: ParallelContext,
+    *,
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+    share_embeddings_and_output_weights: bool = False,
+    rotary_base: float = 10000.0,
+    **overrides: Any,
+) -> GPTModel:
+    """Build a GPT model with random weights, split as ``parallel`` says.
+
+    Uses Transformer Engine's layers where CUDA and Transformer Engine are present, Megatron-Core's own elsewhere.
+    Logits stay sharded over the vocabulary; with ``labels`` the model returns the loss of every token.
+
+    Args:
+        source: A Hugging Face model directory (its ``config.json`` is read) or a Megatron-Core config, whose parallel
+            sizes are replaced by those of ``parallel``.
+        parallel: The layout, usually ``trainer.strategy.parallel``.
+        vocab_size: Rows of the embedding. Read from the directory; required with a ``TransformerConfig``.
+        max_sequence_length: Longest sequence. Read from the directory; required with a ``TransformerConfig``.
+        share_embeddings_and_output_weights: Whether the output layer is the embedding. Read from the directory.
+        rotary_base: Base of the rotary embedding. Read from the directory.
+        **overrides: Fields of ``TransformerConfig`` to set, for example ``params_dtype=torch.bfloat16``.
+
+    Returns:
+        The model, on the CPU, in training mode, every parameter trainable. Inputs ``[batch, sequence]``.
+
+    Raises:
+        ParallelSizeError: If the model cannot be split so.
+        NotImplementedError: If Megatron-Core cannot express the model, naming the setting.
+    """
+    if isinstance(source, TransformerConfig):
+        if vocab_size is None or max_sequence_length is None:
+            raise ValueError("vocab_size and max_sequence_length are required when source is a TransformerConfig")
+        fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.init}
+    else:
+        hf = read_hf_config(source)
+        fields = hf.transformer
+        vocab_size = hf.vocab_size
+        max_sequence_length = max_sequence_length or hf.max_sequence_length
+        share_embeddings_and_output_weights = hf.tied
+        rotary_base = hf.rotary_base
+
+    use_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    config = _config_for(parallel.sizes, fields | overrides, use_te)
+    parallel.sizes.check_model(config, vocab_size)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)
+    if not use_te:
+        spec = _with_sequence_parallel_norms(spec)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        parallel_output=True,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=rotary_base,  # type: ignore[arg-type]
+    )
+    _mark_sharded(model)
+    model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)
+    return model
+
+
+def _config_for(sizes: ParallelSizes, fields: dict[str, Any], use_te: bool) -> TransformerConfig:
+    fields = fields | {
+        "tensor_model_parallel_size": sizes.tensor,
+        "sequence_parallel": sizes.sequence_parallel,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+    }
+    if not torch.cuda.is_available():
+        fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+    if not use_te:
+        # These fusions, and weight gradients written into main_grad, need CUDA kernels of Apex or Transformer Engine.
+        fields |= {
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+            "persist_layer_norm": False,
+        }
+    return TransformerConfig(**fields)
+
+
+def _mark_sharded(model: torch.nn.Module) -> None:
+    """Set the marks of sharded weights that Megatron-Core sets only where it initialises them."""
+    for module in model.modules():
+        for cls, dim in _SHARDED_DIM.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, cls) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def _with_sequence_parallel_norms(spec: Any) -> Any:
+    """The same spec with every torch norm replaced."""
+    if spec is WrappedTorchNorm:
+        return SequenceParallelNorm
+    if isinstance(spec, list):
+        return [_with_sequence_parallel_norms(item) for item in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        changed = {f.name: _with_sequence_parallel_norms(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **changed)
+    return spec
+
+
+@dataclasses.dataclass(frozen=True)
+class _SequenceCheck:
+    """Forward hook: a batch that sequence parallelism cannot split fails with the reason, not inside a collective."""
+
+    sizes: ParallelSizes
+
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        input_ids = args[0] if args else kwargs.get("input_ids")
+        if input_ids is not None:
+            self.sizes.check_sequence(input_ids.shape[1])

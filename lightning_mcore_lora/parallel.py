@@ -1,0 +1,222 @@
+"""Parallel sizes, ranks and process groups: one validated object that everything else asks."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import parallel_state
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from torch.distributed import ProcessGroup
+
+
+class ParallelSizeError(ValueError):
+    """A parallel size does not fit the world, the model or the data."""
+
+
+def _require_divisible(name: str, value: int, by: str, size: int, fix: str) -> None:
+    if value % size:
+        raise ParallelSizeError(f"{name}={value} is not divisible by {by}={size}. {fix}")
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the parallel dimensions; dense ranks run tensor-parallel first, then data-parallel.
+
+    Args:
+        world_size: Number of processes.
+        tensor: Tensor-parallel size of dense layers (TP).
+        sequence_parallel: Whether activations between TP regions are sharded along the sequence (SP).
+        expert: Expert-parallel size (EP).
+        expert_tensor: Tensor-parallel size inside experts (ETP).
+
+    Raises:
+        ParallelSizeError: If the sizes do not multiply to the world size.
+    """
+
+    world_size: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def __post_init__(self) -> None:
+        named = {
+            "tensor_parallel_size": self.tensor,
+            "expert_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
+        }
+        for name, size in named.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ParallelSizeError(f"{name}={size!r} must be a positive integer.")
+        how = f"Choose devices * num_nodes as a multiple of it, or change {{}}; this run has {self.world_size} process(es)."
+        _require_divisible(
+            "world_size", self.world_size, "tensor_parallel_size", self.tensor, how.format("tensor_parallel_size")
+        )
+        _require_divisible(
+            "world_size",
+            self.world_size,
+            "expert_parallel_size * expert_tensor_parallel_size",
+            self.expert * self.expert_tensor,
+            how.format("one of the two"),
+        )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ParallelSizeError(
+                "sequence_parallel=True needs tensor_parallel_size > 1 (it is 1): raise it, or leave "
+                "sequence_parallel=None, which follows tensor_parallel_size."
+            )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of dense layers."""
+        return self.world_size // self.tensor
+
+    def check_model(self, config: "TransformerConfig", vocab_size: int | None = None) -> None:
+        """Check that a model can be split in this way, before anything is built.
+
+        Args:
+            config: Megatron-Core's config of the model.
+            vocab_size: Rows of the embedding.
+
+        Raises:
+            ParallelSizeError: Naming the model's setting, the parallel size and what to do.
+        """
+        change = "Choose a tensor_parallel_size that divides it."
+        tensor = ("tensor_parallel_size", self.tensor, change)
+        _require_divisible("num_attention_heads", config.num_attention_heads, *tensor)
+        _require_divisible(
+            "num_query_groups (key-value heads)", config.num_query_groups or config.num_attention_heads, *tensor
+        )
+        if vocab_size is not None:
+            _require_divisible("vocab_size", vocab_size, *tensor)
+        if not config.num_moe_experts or config.moe_layer_freq != 1:
+            _require_divisible("ffn_hidden_size", config.ffn_hidden_size, *tensor)
+        if config.num_moe_experts:
+            _require_divisible(
+                "num_moe_experts",
+                config.num_moe_experts,
+                "expert_parallel_size",
+                self.expert,
+                "Choose an expert_parallel_size that divides it.",
+            )
+            _require_divisible(
+                "moe_ffn_hidden_size",
+                config.moe_ffn_hidden_size or config.ffn_hidden_size,
+                "expert_tensor_parallel_size",
+                self.expert_tensor,
+                "Choose an expert_tensor_parallel_size that divides it.",
+            )
+            if self.tensor > 1 and not self.sequence_parallel:
+                raise ParallelSizeError(
+                    f"A mixture-of-experts model at tensor_parallel_size={self.tensor} needs sequence_parallel=True "
+                    "(Megatron-Core trains it only so)."
+                )
+        elif self.expert > 1:
+            raise ParallelSizeError(
+                f"expert_parallel_size={self.expert}, but the model has no experts: leave it at 1."
+            )
+
+    def check_sequence(self, length: int) -> None:
+        """Check the length of a batch's sequences.
+
+        Args:
+            length: Tokens per sequence, padding included.
+
+        Raises:
+            ParallelSizeError: If sequence parallelism cannot split it evenly.
+        """
+        if self.sequence_parallel:
+            _require_divisible(
+                "sequence length",
+                length,
+                "tensor_parallel_size",
+                self.tensor,
+                "With sequence_parallel=True pad each batch to a multiple of tensor_parallel_size.",
+            )
+
+
+class ParallelContext:
+    """This process's ranks and groups in Megatron-Core's global parallel state.
+
+    Groups are made by :meth:`create` and destroyed by :meth:`destroy`; both may be called again.
+
+    Args:
+        sizes: The validated sizes.
+    """
+
+    def __init__(self, sizes: ParallelSizes) -> None:
+        self.sizes = sizes
+
+    @classmethod
+    def create(cls, sizes: ParallelSizes, timeout: timedelta = timedelta(minutes=30)) -> "ParallelContext":
+        """Build the groups, or take over existing ones of the same sizes. ``torch.distributed`` must be initialised.
+
+        Groups of other sizes, left by an earlier run in this process, are destroyed first.
+
+        Args:
+            sizes: What to build.
+            timeout: How long a collective may take before it fails.
+        """
+        context = cls(sizes)
+        if parallel_state.model_parallel_is_initialized():
+            if context._matches():
+                return context
+            context.destroy()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+            create_gloo_process_groups=False,
+        )
+        return context
+
+    def _matches(self) -> bool:
+        return (
+            parallel_state.get_tensor_model_parallel_world_size() == self.sizes.tensor
+            and parallel_state.get_expert_model_parallel_world_size() == self.sizes.expert
+            and parallel_state.get_expert_tensor_parallel_world_size() == self.sizes.expert_tensor
+            and parallel_state.get_data_parallel_world_size() == self.sizes.data
+        )
+
+    def destroy(self) -> None:
+        """Destroy the groups, if there are any."""
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the world."""
+        return torch.distributed.get_rank()
+
+    @property
+    def tp_group(self) -> "ProcessGroup":
+        """Tensor-parallel group of dense layers."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank in :attr:`tp_group`."""
+        return parallel_state.get_tensor_model_parallel_rank()
+
+    @property
+    def dp_group(self) -> "ProcessGroup":
+        """Data-parallel group of dense layers: the processes that see different samples."""
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def dp_rank(self) -> int:
+        """Rank in :attr:`dp_group`."""
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def expert_model_group(self) -> "ProcessGroup":
+        """Processes that together hold every expert once (EP x ETP)."""
+        return parallel_state.get_expert_tensor_and_model_parallel_group()
+
+    @property
+    def ep_group(self) -> "ProcessGroup":
+        """Expert-parallel group."""
+        return parallel_state.get_expert_model_parallel_group()
