@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-warnings.filterwarnings("ignore", message=".*num_workers.*")
 
 import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -25,6 +24,9 @@ from chat_data import ChatDataModule, DataError  # noqa: E402
 from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, generate  # noqa: E402
 from sft import SFTModule  # noqa: E402
 from smollm2 import smollm2_directory  # noqa: E402
+
+for message in (".*is deprecated.*", ".*does not have many workers.*", ".*sync_dist=True.*", ".*is not empty.*"):
+    warnings.filterwarnings("ignore", message=message)
 
 
 def arguments() -> argparse.Namespace:
@@ -46,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches per optimizer step")
     parser.add_argument("--max-length", type=int, default=192)
-    parser.add_argument("--max-samples", type=int, default=180)
+    parser.add_argument("--max-samples", type=int, default=160)
     parser.add_argument("--checkpoint-every", type=int, default=10, help="optimizer steps between checkpoints")
     parser.add_argument("--question", default="What is a context manager in Python?")
     return parser.parse_args()
@@ -120,8 +122,8 @@ def main() -> None:
     )
     try:
         before = trainer.validate(module, data, verbose=False)[0]
-        trainer.fit(module, data, ckpt_path=args.resume, weights_only=True)
-        after = trainer.validate(module, data, verbose=False)[0]
+        trainer.fit(module, data, ckpt_path=args.resume)
+        after = trainer.callback_metrics  # of the validation that ended the last epoch
     except DataError as error:
         raise SystemExit(f"error: {error}") from None
     if trainer.is_global_zero:

@@ -62,9 +62,7 @@ class Patch:
 
 
 class _Stream:
-    """Stands in for ``torch.cuda.Stream``: the CPU runs everything in order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    """Stands in for a CUDA stream: the CPU runs everything in order."""
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -73,22 +71,15 @@ class _Stream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> "_Event":
-        return event or _Event()
+        return _Event()
 
 
 class _Event:
-    """Stands in for ``torch.cuda.Event``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
+    """Stands in for the event that a stream records."""
 
     def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 _THE_STREAM = _Stream()
@@ -112,7 +103,10 @@ class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
     def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Draw from stream ``name`` inside the context."""
         if name not in self.states_:
-            raise KeyError(f"random stream {name!r} is not tracked; known: {sorted(self.states_)}")
+            raise KeyError(
+                f"random stream {name!r} is not tracked (known: {sorted(self.states_)}): call Megatron-Core's "
+                "model_parallel_cuda_manual_seed first"
+            )
         outside = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -120,6 +114,10 @@ class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
         finally:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outside)
+
+
+#: Outlives the backend: what is undone at teardown and applied again later goes on with the same streams.
+_TRACKER = CpuRNGStatesTracker()
 
 
 def _get_rng_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -218,22 +216,6 @@ def _uneven_gather(original: Callable) -> Callable:
     return gather
 
 
-def _uneven_reduce_scatter(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def reduce_scatter(
-        input_: torch.Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return original(input_, group, None, use_global_buffer)
-        total = input_.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=group)
-        sizes = [int(n) for n in input_split_sizes]
-        start = sum(sizes[: group.rank()])
-        return total[start : start + sizes[group.rank()]].clone()
-
-    return reduce_scatter
-
-
 def _expert_output_may_be_added_to(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,6 +234,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _SOFTMAX = "megatron.core.fusions.fused_softmax"
+_SHARED_EXPERTS = "megatron.core.transformer.moe.shared_experts"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
@@ -298,21 +281,21 @@ PATCHES: tuple[Patch, ...] = (
         _constant(lambda stream: nullcontext()),
         _DISPATCHER,
         "with torch.cuda.stream(self.cuda_dtoh_stream):",
-        "device-to-host copies run on a side stream",
+        "device-to-host copies run on a side stream (fails where torch is built for CUDA)",
     ),
     Patch(
-        "torch.cuda:Stream",
-        _constant(_Stream),
+        f"{_DISPATCHER}:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+        _constant(_THE_STREAM),
         _DISPATCHER,
         "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cuda.Stream()",
-        "streams are created at construction; it stays a class, since others annotate with it",
+        "the dispatcher makes a stream at construction and keeps it on the class",
     ),
     Patch(
-        "torch.cuda:Event",
-        _constant(_Event),
-        "megatron.core.timers",
-        "torch.cuda.synchronize()",
-        "a recorded stream hands out an event",
+        f"{_SHARED_EXPERTS}:SharedExpertMLP.stream",
+        _constant(_THE_STREAM),
+        _SHARED_EXPERTS,
+        "torch.cuda.Stream()",
+        "shared experts that overlap make a stream at construction and keep it on the class",
     ),
     Patch(
         "torch.cuda:synchronize",
@@ -323,7 +306,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER",
-        lambda original: CpuRNGStatesTracker(),
+        _constant(_TRACKER),
         _RANDOM,
         "orig_rng_state = torch.cuda.get_rng_state()",
         "random streams live on the CUDA generator",
@@ -340,7 +323,7 @@ PATCHES: tuple[Patch, ...] = (
         _model_parallel_seed,
         _RANDOM,
         "torch.cuda.manual_seed(data_parallel_seed)",
-        "seeds the CUDA generator (a silent no-op without CUDA)",
+        "the seed goes to the CUDA generator, which never takes it",
     ),
     Patch(
         f"{_RANDOM}:_get_cuda_rng_state",
@@ -354,7 +337,7 @@ PATCHES: tuple[Patch, ...] = (
         _constant(_set_rng_state),
         _RANDOM,
         "_C._cuda_setRNGState(new_state)",
-        "activation recompute restores the CUDA generator's state",
+        "activation recompute queues calls for the CUDA generator, without end",
     ),
     Patch(
         f"{_RANDOM}:CheckpointWithoutOutput.__init__",
@@ -407,13 +390,6 @@ PATCHES: tuple[Patch, ...] = (
         _MAPPINGS,
         "torch.distributed.all_gather(output_tensor_list, input_, group=group)",
         "gloo gathers equal sizes only (expert and expert-tensor parallel at once)",
-    ),
-    Patch(
-        f"{_MAPPINGS}:_reduce_scatter_along_first_dim",
-        _uneven_reduce_scatter,
-        _MAPPINGS,
-        "torch.distributed.reduce_scatter(output, input_tensor_list, group=group)",
-        "gloo reduce-scatters equal sizes only",
     ),
     Patch(
         f"{_LAYERS}:RowParallelLinear.forward",

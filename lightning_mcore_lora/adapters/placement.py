@@ -82,7 +82,7 @@ class Placement:
     @property
     def name(self) -> str:
         """Short name, for the report."""
-        return f"{self.kind}, {'sequence parallel' if self.sequence else 'whole sequence'}: A {self.a.value}, B {self.b.value}"
+        return f"{self.kind}{', SP' if self.sequence else ''}: A {self.a.value}, B {self.b.value}"
 
 
 _SHARDED = {"a": Factor.RANK, "b": Factor.OUTPUT, "middle": Middle.GATHER_RANK}

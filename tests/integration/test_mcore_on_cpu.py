@@ -1,0 +1,76 @@
+"""Megatron-Core on the CPU gives the same at every layout, and with every way of recomputing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore_runs import reduced_step, whole_gradients
+from tests.workers import WorkerPool
+
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2}
+SHARED = MOE | {"moe_shared_expert_intermediate_size": 24}
+DENSE_BOUND, MOE_BOUND = 2e-5, 5e-4
+
+
+def check(workers: WorkerPool, world: int, layout: tuple[int, int, int], bound: float, **config: Any) -> None:
+    reference_config = {k: v for k, v in config.items() if not k.startswith(("recompute", "moe_shared_expert_overlap"))}
+    reference = workers(1, reduced_step, 1, 1, 1, **reference_config)[0]
+    expected = whole_gradients([reference])
+    ranks = workers(world, reduced_step, *layout, **config)
+    loss = sum(rank["loss"] for rank in ranks) / world
+    assert abs(loss - reference["loss"]) < 1e-5 * reference["loss"]
+    whole = whole_gradients(ranks)
+    assert whole.keys() == expected.keys()
+    for name, value in whole.items():
+        error = ((value - expected[name]).abs().max() / expected[name].abs().max()).item()
+        assert error < bound, f"{name}: {error}"
+    for rank in ranks:
+        assert abs(rank["norm"] - reference["norm"]) < bound * reference["norm"]
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (2, 1), (4, 2)])
+def test_dense(workers: WorkerPool, world: int, tp: int) -> None:
+    check(workers, world, (tp, 1, tp), DENSE_BOUND)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(2, (2, 1, 2)),
+        pytest.param(2, (2, 1, 1)),
+        pytest.param(2, (2, 2, 1), marks=pytest.mark.full),
+        pytest.param(4, (2, 2, 2)),
+        pytest.param(2, (1, 2, 1), marks=pytest.mark.full),
+        pytest.param(4, (1, 4, 1), marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.full)])
+def test_moe(workers: WorkerPool, world: int, layout: tuple[int, int, int], dispatcher: str) -> None:
+    check(workers, world, layout, MOE_BOUND, moe_token_dispatcher_type=dispatcher, **MOE)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shared_experts(workers: WorkerPool, overlap: bool) -> None:
+    check(workers, 2, (2, 1, 2), MOE_BOUND, moe_shared_expert_overlap=overlap, **SHARED)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    ],
+    ids=lambda config: "-".join(config.get("recompute_modules", ["full"])),
+)
+def test_recompute(workers: WorkerPool, recompute: dict[str, Any]) -> None:
+    check(workers, 2, (2, 1, 2), DENSE_BOUND, **recompute)
+
+
+def test_recompute_replays_dropout(workers: WorkerPool) -> None:
+    dropout = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
+    plain = whole_gradients(workers(2, reduced_step, 2, 1, 2, **dropout))
+    again = whole_gradients(workers(2, reduced_step, 2, 1, 2, recompute_granularity="full", **dropout))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
