@@ -1,0 +1,172 @@
+"""One adapter beside one linear: exact in float64, at the cost that the placement table says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mcore_lora.adapters.placement import TABLE
+from tests import site_runs
+from tests.site_runs import BATCH, D_IN, RANK, SEQUENCE, cost, errors
+from tests.workers import WorkerPool
+
+BOUND = 1e-12
+MODES = ("gather", "regather", "local")
+LAYOUTS = [(1, False), (2, False), (2, True), (3, False), (3, True)]
+
+
+def worst(ranks: list[dict[str, float]]) -> float:
+    return max(error for rank in ranks for error in rank.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_exact(workers: WorkerPool, kind: str, tp: int, sequence: bool, mode: str) -> None:
+    assert worst(workers(tp, errors, kind, tp, sequence, mode)) < BOUND
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_local_takes_any_rank(workers: WorkerPool, kind: str, tp: int) -> None:
+    assert worst(workers(tp, errors, kind, tp, True, "local", 5)) < BOUND
+
+
+# -- cost: DESIGN's table of bytes and wide collectives ---------------------------------------------------------------
+
+FULL = SEQUENCE * BATCH * D_IN * 8
+Z = SEQUENCE * BATCH * RANK * 8
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [("gather", lambda tp: FULL + Z), ("regather", lambda tp: FULL // tp + Z), ("local", lambda tp: FULL // tp + Z)],
+)
+def test_column_keeps_and_sends(workers: WorkerPool, tp: int, mode: str, kept: Any) -> None:
+    placement = next(row for row in TABLE if (row.kind, row.sequence, row.mode) == ("column", True, mode))
+    floor, with_adapter = (workers(tp, cost, "column", tp, True, m)[0] for m in (None, mode))
+    assert floor["kept"] == 0
+    assert with_adapter["kept"] == kept(tp)
+    assert floor["wide"] == 2
+    assert with_adapter["wide"] - floor["wide"] == placement.wide == {"gather": 1, "regather": 3, "local": 0}[mode]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_row_keeps_its_shard_and_sends_nothing_wide(workers: WorkerPool, mode: str, sequence: bool) -> None:
+    floor, with_adapter = (workers(2, cost, "row", 2, sequence, m)[0] for m in (None, mode))
+    assert with_adapter["kept"] - floor["kept"] == FULL // 2 + (Z // 2 if sequence else Z)
+    assert with_adapter["wide"] == floor["wide"]
+
+
+@pytest.mark.parametrize(("mode", "wide"), [("gather", 1), ("local", 0)])
+def test_column_without_sequence_parallelism(workers: WorkerPool, mode: str, wide: int) -> None:
+    floor, with_adapter = (workers(2, cost, "column", 2, False, m)[0] for m in (None, mode))
+    assert with_adapter["wide"] - floor["wide"] == wide
+
+
+# -- the tests can fail: each of these mistakes is far outside the bound ------------------------------------------------
+
+
+def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
+    import megatron.core.tensor_parallel as mcore
+    from megatron.core.tensor_parallel import mappings
+
+    from lightning_mcore_lora.adapters import layer, sites
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mutation == "copy_to dropped":
+            patch.setattr(mcore, "copy_to_tensor_model_parallel_region", lambda tensor, group: tensor)
+        elif mutation == "sum turned into mean":
+
+            def mean(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+                summed = mappings.copy_to_tensor_model_parallel_region(tensor, group=group)
+                summed.register_hook(lambda grad: grad / group.size())
+                return summed
+
+            patch.setattr(mcore, "copy_to_tensor_model_parallel_region", mean)
+        elif mutation == "wrong group":
+            from megatron.core import parallel_state
+
+            patch.setattr(sites.Site, "group", property(lambda self: parallel_state.get_data_parallel_group()))
+        elif mutation == "shard order swapped":
+
+            def part(self: Any, full: torch.Tensor, dim: int | None, parts: int) -> torch.Tensor:
+                if dim is None:
+                    return full
+                size, rank = self.site.group.size(), self.site.group.rank()
+                return torch.cat([p.chunk(size, dim)[size - 1 - rank] for p in full.chunk(parts, dim)], dim)
+
+            patch.setattr(layer.LoRAAdapter, "_part", part)
+        elif mutation == "gate and up not kept apart":
+            patch.setattr(sites.Site, "output_parts", property(lambda self: 1))
+        tp = 2
+        return site_runs.errors(kind, tp, True, mode)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kind", "mode"),
+    [
+        ("copy_to dropped", "column", "local"),
+        ("copy_to dropped", "row", "local"),
+        ("sum turned into mean", "column", "local"),
+        ("sum turned into mean", "row", "gather"),
+        ("wrong group", "column", "local"),
+        ("wrong group", "column", "regather"),
+        ("wrong group", "row", "local"),
+        ("shard order swapped", "column", "local"),
+        ("shard order swapped", "column", "gather"),
+        ("shard order swapped", "row", "local"),
+        ("gate and up not kept apart", "column", "local"),
+    ],
+)
+def test_mistake_is_caught(workers: WorkerPool, mutation: str, kind: str, mode: str) -> None:
+    world = 4 if mutation == "wrong group" else 2  # two data-parallel ranks, so that the wrong group has as many
+    assert worst(workers(world, _mutated, mutation, kind, mode)) > 10 * BOUND
+
+
+# -- initial factors ----------------------------------------------------------------------------------------------------
+
+
+def _initial(tp: int, mode: str, seed_by_rank: bool = False) -> Any:
+    from lightning_mcore_lora.adapters import layer
+
+    with pytest.MonkeyPatch.context() as patch:
+        if seed_by_rank:
+            original = layer._full_fan_a
+            rank = torch.distributed.get_rank()
+            patch.setattr(layer, "_full_fan_a", lambda site, width, seed: original(site, width, seed + rank))
+        patch.setattr(layer.LoRAAdapter, "load_full", lambda self, a, b: None)
+        found = {}
+        for kind in ("column", "row"):
+            lora = site_runs.build(kind, tp, tp > 1, mode)[0].linear.lora
+            found[kind] = (lora.placement.a.dim(), lora.a.detach().clone(), lora.b.detach().clone())
+        return found
+
+
+def _whole_a(ranks: list[Any], kind: str) -> torch.Tensor:
+    dim = ranks[0][kind][0]
+    if dim is None:
+        for rank in ranks:
+            assert torch.equal(rank[kind][1], ranks[0][kind][1]), "A differs over the ranks that hold it"
+        return ranks[0][kind][1]
+    return torch.cat([rank[kind][1] for rank in ranks], dim)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_initial_a_is_the_same_at_every_size(workers: WorkerPool, mode: str) -> None:
+    one = workers(1, _initial, 1, "local")
+    for tp in (2, 3):
+        ranks = workers(tp, _initial, tp, mode)
+        for kind in ("column", "row"):
+            whole = _whole_a(ranks, kind)
+            assert torch.equal(whole, one[0][kind][1])
+            assert 0.9 * D_IN**-0.5 < whole.abs().max() <= D_IN**-0.5  # the full fan, not a shard's
+            assert all(not rank[kind][2].any() for rank in ranks)
+
+
+def test_one_seed_per_rank_is_caught(workers: WorkerPool) -> None:
+    ranks = workers(2, _initial, 2, "local", seed_by_rank=True)
+    with pytest.raises(AssertionError, match="A differs"):
+        _whole_a(ranks, "column")
