@@ -6,8 +6,10 @@ random streams, is saved by rank.
 """
 
 import json
+import queue
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -83,16 +86,15 @@ def save_checkpoint(
         }
         states.append(state)
     _on_rank_zero(lambda: _make_empty(partial), f"cannot write {path}")
-    dist_checkpointing.save(
-        {
-            "shards": shards,
-            "random": _per_rank("random", random_state, parallel),
-            "rest": rest,
-            "names": sorted(parameters),
-            "optimizers": states,
-        },
-        str(partial),
-    )
+    content = {
+        "shards": shards,
+        "random": _per_rank("random", random_state, parallel),
+        "rest": rest,
+        "names": sorted(parameters),
+        "optimizers": states,
+    }
+    with _results_in_this_process():
+        dist_checkpointing.save(content, str(partial))
     _on_rank_zero(lambda: _finish(partial, path, _manifest(parallel)), f"cannot write {path}")
 
 
@@ -138,6 +140,20 @@ def load_checkpoint(
                 for key, part in _parts(prefix, name, parameters[name], value):
                     part.copy_(loaded["shards"][key])
     return common["rest"] | {"state_dict": whole, "optimizer_states": states, "random_state": loaded["random"]}
+
+
+@contextmanager
+def _results_in_this_process() -> Iterator[None]:
+    """Have Megatron-Core's writer hand its results over in a plain queue.
+
+    It starts a manager process for them, which only an asynchronous save needs, and which outlives a killed run.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

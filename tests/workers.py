@@ -28,8 +28,9 @@ def _serve(rank: int, connection: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        task = connection.recv()
-        if task is None:
+        try:
+            task = connection.recv()
+        except EOFError:  # the tests have ended
             return
         function, args, kwargs, world_size, rendezvous = task
         connection.send(_run(rank, function, args, kwargs, world_size, rendezvous))
@@ -77,8 +78,10 @@ class WorkerPool:
         """
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(len(self._workers), theirs), daemon=True)
+            # Not daemons, which may not have children: Megatron-Core's checkpoint writer forks.
+            process = self._context.Process(target=_serve, args=(len(self._workers), theirs), daemon=False)
             process.start()
+            theirs.close()
             self._workers.append((process, ours))
         self._calls += 1
         rendezvous = str(Path(self._folder.name) / f"store-{self._calls}")

@@ -1,0 +1,178 @@
+"""A killed run continues to the bit; checkpoints hold whole tensors; what does not fit is refused."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import runs, tiny
+from tests.workers import WorkerError, WorkerPool
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*options: Any, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    """Run the training script, by itself or through torchrun."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "tests.scripts.tiny_fit", *map(str, options)]
+        if not launcher
+        else [sys.executable, *launcher, str(ROOT / "tests/scripts/tiny_fit.py"), *map(str, options)],
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> None:
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == code, output[-3000:]
+
+
+def final(folder: Path, rank: int) -> dict[str, Any]:
+    return torch.load(folder / f"final-{rank}.pt")
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(("devices", "tp"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.full)])
+def test_killed_run_continues_bitwise(tiny_llama: Path, tmp_path: Path, devices: int, tp: int) -> None:
+    # Eight steps of two batches pass the end of the first epoch at TP=1 and DP=2; the kill comes in mid-epoch.
+    common = ["--model", tiny_llama, "--devices", devices, "--tp", tp]
+    straight = start(*common, "--out", tmp_path / "straight")
+    killed = start(*common, "--out", tmp_path / "killed", "--kill-at", 7)
+    finish(straight)
+    finish(killed, -signal.SIGKILL)
+    checkpoints = sorted(path.name for path in (tmp_path / "killed").iterdir())
+    assert checkpoints == ["step=3.ckpt", "step=6.ckpt"]
+    finish(start(*common, "--out", tmp_path / "killed", "--resume", tmp_path / "killed" / "step=6.ckpt"))
+    for rank in range(devices):
+        one, other = final(tmp_path / "straight", rank), final(tmp_path / "killed", rank)
+        assert one["step"] == 8
+        assert_equal(one, other)
+
+
+def test_torchrun(tiny_llama: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}")
+    options = ["--model", tiny_llama, "--steps", 1]
+    torchrun = start(*options, "--out", tmp_path / "torchrun", launcher=launcher)
+    alone = start(*options, "--out", tmp_path / "alone")
+    (tmp_path / "torchrun").mkdir()
+    (tmp_path / "alone").mkdir()
+    finish(torchrun)
+    finish(alone)
+    for rank in range(2):
+        assert_equal(final(tmp_path / "torchrun", rank), final(tmp_path / "alone", rank))
+
+
+# -- format -------------------------------------------------------------------------------------------------------------
+
+
+def _save(directory: str, out: str, tp: int, mode: str, steps: int = 1) -> None:
+    from lightning_mcore_lora import MCoreTP
+
+    module = runs.TinyModule(directory)
+    trainer = runs.trainer(MCoreTP(tensor_parallel_size=tp), mode, max_steps=steps)
+    trainer.fit(module)
+    runs.set_random_factors(module.model)
+    trainer.strategy.setup_environment()
+    trainer.save_checkpoint(out)
+
+
+def _load_plain(out: str) -> dict[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing
+
+    from lightning_mcore_lora import cpu_backend
+
+    cpu_backend.apply()
+    return dist_checkpointing.load_plain_tensors(out)
+
+
+@pytest.mark.parametrize(("tp", "mode"), [(1, "local"), (2, "local"), (3, "regather")])
+def test_checkpoint_holds_whole_factors(
+    workers: WorkerPool, tiny_llama: Path, tmp_path: Path, tp: int, mode: str
+) -> None:
+    out = tmp_path / "adapter.ckpt"
+    workers(tp, _save, str(tiny_llama), str(out), tp, mode)
+    tensors = workers(1, _load_plain, str(out))[0]
+    keys = {key for key in tensors if key.startswith("model.")}
+    for layer in range(tiny.LAYERS):
+        for site in tiny.SITES:
+            owner = "mlp" if "fc" in site else "self_attention"
+            prefix = f"model.model.decoder.layers.{layer}.{owner}.{site}.lora"
+            expected = tiny.factors(layer, site)
+            assert torch.equal(tensors[f"{prefix}.a"], expected.a)
+            keys.remove(f"{prefix}.a")
+            if site == "linear_fc1":  # gate and up are stored apart, so that no layout interleaves them
+                for i, part in enumerate(("gate_proj", "up_proj")):
+                    assert torch.equal(tensors[f"{prefix}.b.{i}"], expected.b[part])
+                    keys.remove(f"{prefix}.b.{i}")
+            else:
+                assert torch.equal(tensors[f"{prefix}.b"], tiny.fuse_rows(site, expected.b))
+                keys.remove(f"{prefix}.b")
+    assert not keys, "only adapters are saved"
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["format_version"] == 1
+    assert manifest["layout"]["tensor_parallel_size"] == tp
+
+
+def _resume(directory: str, out: str, tp: int, rank: int) -> None:
+    import lightning.pytorch as pl
+
+    from lightning_mcore_lora import LoRASPCallback, MCoreTP
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=MCoreTP(tensor_parallel_size=tp),
+        callbacks=[LoRASPCallback(rank=rank, target_modules=["linear_qkv"], verbose=False)],
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(runs.TinyModule(directory), ckpt_path=out)
+
+
+def test_what_does_not_fit_is_refused(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "adapter.ckpt"
+    workers(2, _save, str(tiny_llama), str(out), 2, "local")
+    with pytest.raises(WorkerError, match="resume at the same layout"):
+        workers(1, _resume, str(tiny_llama), str(out), 1, tiny.RANK)
+    with pytest.raises(WorkerError, match=r"unexpected there: \['model.decoder.layers.0.mlp.linear_fc1.lora.a'"):
+        workers(2, _resume, str(tiny_llama), str(out), 2, tiny.RANK)
+    (out / "manifest.json").unlink()
+    with pytest.raises(WorkerError, match=r"not a complete checkpoint of this package: it has no manifest.json"):
+        workers(2, _resume, str(tiny_llama), str(out), 2, tiny.RANK)
+
+
+def test_unwritable_place_fails_on_every_rank(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkerError, match=r"(?s)rank 0: CheckpointError: cannot write.*rank 1: CheckpointError"):
+        workers(2, _save, str(tiny_llama), str(tmp_path / "file" / "adapter.ckpt"), 2, "local")
