@@ -130,7 +130,7 @@ def load_checkpoint(
                 wanted.setdefault(f"optimizer.{i}.{key}", {})[names[index]] = entry[key] = torch.empty_like(
                     parameters[names[index]]
                 )
-    shards = {}
+    shards: dict[str, ShardedTensor] = {}
     for prefix, values in wanted.items():
         shards |= _shards(prefix, parameters, values, parallel)
     loaded = dist_checkpointing.load({"shards": shards, "random": _per_rank("random", None, parallel)}, str(path))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import mappings, random
+from megatron.core.tensor_parallel import random
 
 _MISSING = object()
 
@@ -202,7 +202,10 @@ def _to_cpu_or_numpy(original: Callable) -> Callable:
 def _uneven_gather(original: Callable) -> Callable:
     @functools.wraps(original)
     def gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return original(input_, group, None, use_global_buffer)

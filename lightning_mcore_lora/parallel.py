@@ -51,7 +51,10 @@ class ParallelSizes:
         for name, size in named.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ParallelSizeError(f"{name}={size!r} must be a positive integer.")
-        how = f"Choose devices * num_nodes as a multiple of it, or change {{}}; this run has {self.world_size} process(es)."
+        how = (
+            "Choose devices * num_nodes as a multiple of it, or change {}; "
+            f"this run has {self.world_size} process(es)."
+        )
         _require_divisible(
             "world_size", self.world_size, "tensor_parallel_size", self.tensor, how.format("tensor_parallel_size")
         )
@@ -114,9 +117,7 @@ class ParallelSizes:
                     "(Megatron-Core trains it only so)."
                 )
         elif self.expert > 1:
-            raise ParallelSizeError(
-                f"expert_parallel_size={self.expert}, but the model has no experts: leave it at 1."
-            )
+            raise ParallelSizeError(f"expert_parallel_size={self.expert}, but the model has no experts: leave it at 1.")
 
     def check_sequence(self, length: int) -> None:
         """Check the length of a batch's sequences.

@@ -1,4 +1,4 @@
-"""The oracle: one process, float64, transformers, weights parametrised as W + s B A. Shares no code with the package."""
+"""The oracle: one process, float64, transformers, weights as W + s B A. Shares no code with the package."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -113,9 +113,7 @@ def trainer(strategy: MCoreTP, mode: str, *, callbacks: tuple = (), **kwargs: An
     )
 
 
-def train(
-    directory: str, tp: int, sequence: bool, mode: str, token_weights: Tensor | None = None
-) -> dict[str, Any]:
+def train(directory: str, tp: int, sequence: bool, mode: str, token_weights: Tensor | None = None) -> dict[str, Any]:
     """Five steps; returns this rank's view."""
     strategy = MCoreTP(tensor_parallel_size=tp, sequence_parallel=sequence)
     module = TinyModule(directory, token_weights)

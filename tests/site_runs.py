@@ -122,9 +122,7 @@ def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK) -> d
     """Relative errors of output, dX, dA and dB on this rank."""
     site, parallel = build(kind, tp, sequence, mode, rank)
     generator = torch.Generator().manual_seed(2)
-    x, grad = (
-        torch.randn(SEQUENCE, BATCH, width, generator=generator, dtype=torch.float64) for width in (D_IN, D_OUT)
-    )
+    x, grad = (torch.randn(SEQUENCE, BATCH, width, generator=generator, dtype=torch.float64) for width in (D_IN, D_OUT))
     scale = ALPHA / rank
     y = x @ site.weight.T + scale * (x @ site.a.T) @ site.b.T
     dx = grad @ site.weight + scale * (grad @ site.b) @ site.a
@@ -149,14 +147,12 @@ def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK) -> d
         expected = {"y": shard(y), "dx": features(dx, parallel, 2), "db": db, "da": features(da, parallel, 1)}
     got = {"y": out.detach(), "dx": local.grad, "da": lora.a.grad, "db": lora.b.grad}
     assert site.linear.weight.grad is None
-    return {
-        name: ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected
-    }
+    return {name: ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected}
 
 
 def cost(kind: str, tp: int, sequence: bool, mode: str | None) -> dict[str, int]:
     """Bytes kept for backward and collectives of one forward and backward."""
-    site, parallel = build(kind, tp, sequence, mode)
+    site, _ = build(kind, tp, sequence, mode)
     shape = [SEQUENCE, BATCH, D_IN]
     shape[0] //= tp if kind == "column" and sequence else 1
     shape[2] //= tp if kind == "row" else 1

@@ -8,8 +8,8 @@ from torch import Tensor
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, SEQUENCE = 2, 48, 12, 6, 8, 96, 96, 12
 RANK, ALPHA = 12, 18.0
-#: Adam divides by |gradient| + eps at its first step: with the usual 1e-8 a gradient of 1e-7, all rounding, would move a
-#: weight as far as any other, and no float32 run could be compared.
+#: Adam divides by |gradient| + eps at its first step: with the usual 1e-8 a gradient of 1e-7, all rounding, would move
+#: a weight as far as any other, and no float32 run could be compared.
 ADAM_EPS = 1e-4
 STEPS, SAMPLES_PER_STEP = 5, 4
 SITES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -33,9 +33,7 @@ def _recomputes(site: Site, granularity: str, module: str | None = None) -> bool
 #: Sites that get no adapter.
 NOT_ADAPTED: tuple[Obstacle, ...] = (
     Obstacle(lambda site: site.is_expert, "expert linears are not supported yet"),
-    Obstacle(
-        lambda site: "shared_experts" in site.name.split("."), "shared-expert linears are not supported yet"
-    ),
+    Obstacle(lambda site: "shared_experts" in site.name.split("."), "shared-expert linears are not supported yet"),
     Obstacle(lambda site: getattr(site.linear, "gather_output", False), "its output is gathered (gather_output)"),
     Obstacle(lambda site: site.linear.weight is None, "it has no weight of its own (tied to the embedding)"),
 )

@@ -18,7 +18,6 @@ from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Place
 from lightning_mcore_lora.adapters.sites import Site
 
 _MIDDLE: dict[Middle, Callable[[Tensor, ProcessGroup], Tensor]] = {
-    Middle.NOTHING: lambda z, group: z,
     Middle.GATHER_SEQUENCE: lambda z, group: tensor_parallel.gather_from_sequence_parallel_region(z, group=group),
     Middle.GATHER_RANK: lambda z, group: mappings.all_gather_last_dim_from_tensor_parallel_region(z, group=group),
     Middle.COPY: lambda z, group: tensor_parallel.copy_to_tensor_model_parallel_region(z, group=group),
@@ -34,13 +33,13 @@ class _GatherForTwo(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, shard: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         ctx.group = group
         full = mappings._gather_along_first_dim(shard, group)
         return full, full.view_as(full)
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None]:
         first, second = (mappings._reduce_scatter_along_first_dim(grad, ctx.group) for grad in (first, second))
         return first + second, None
 
@@ -49,7 +48,7 @@ class LoRAAdapter(nn.Module):
     r"""Adds :math:`s B (A x)` to the output of a base linear, in the base's parallel state.
 
     ``a`` and ``b`` hold this rank's part of the factors in float32 and carry Megatron-Core's marks
-    (``tensor_model_parallel``, ``partition_dim``, ``allreduce``), by which norms, reductions and checkpoints treat them.
+    (``tensor_model_parallel``, ``partition_dim``, ``allreduce``), which norms, reductions and checkpoints go by.
 
     Args:
         site: The base linear's site.

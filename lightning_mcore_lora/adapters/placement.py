@@ -41,7 +41,6 @@ class Enter(Enum):
 class Middle(Enum):
     """What happens to ``z = A x``, which is rank wide: ``[S, B, r]``."""
 
-    NOTHING = "nothing"
     GATHER_SEQUENCE = "all-gather along the sequence; backward reduce-scatter"
     GATHER_RANK = "all-gather along rank; backward reduce-scatter"
     COPY = "as it is; backward all-reduce"
@@ -85,24 +84,28 @@ class Placement:
         return f"{self.kind}{', SP' if self.sequence else ''}: A {self.a.value}, B {self.b.value}"
 
 
-_SHARDED = {"a": Factor.RANK, "b": Factor.OUTPUT, "middle": Middle.GATHER_RANK}
-_COLUMN_LOCAL = {"a": Factor.REPLICATED, "b": Factor.OUTPUT, "enter": Enter.AS_IS}
-_ROW = {"a": Factor.INPUT, "b": Factor.REPLICATED, "enter": Enter.AS_IS}
+_FACTORS_ON_RANK = (Factor.RANK, Factor.OUTPUT)
+_COLUMN_LOCAL = (Factor.REPLICATED, Factor.OUTPUT)
+_ROW = (Factor.INPUT, Factor.REPLICATED)
+
+
+def _row_parallel(mode: str) -> tuple[Placement, Placement]:
+    # Row-parallel sites are the same in every mode.
+    return (
+        Placement("row", True, mode, *_ROW, Enter.AS_IS, Middle.REDUCE_SCATTER, sum_b=True),
+        Placement("row", False, mode, *_ROW, Enter.AS_IS, Middle.REDUCE),
+    )
+
 
 TABLE: tuple[Placement, ...] = (
-    Placement("column", True, "gather", enter=Enter.GATHER, wide=1, **_SHARDED),
-    Placement("column", True, "regather", enter=Enter.REGATHER, wide=3, keeps="shard", **_SHARDED),
-    Placement("column", True, "local", middle=Middle.GATHER_SEQUENCE, sum_a=True, keeps="shard", **_COLUMN_LOCAL),
-    Placement("column", False, "gather", enter=Enter.COPY, wide=1, **_SHARDED),
-    Placement("column", False, "local", middle=Middle.COPY, **_COLUMN_LOCAL),
-    *(
-        row
-        for mode in ("gather", "regather", "local")
-        for row in (
-            Placement("row", True, mode, middle=Middle.REDUCE_SCATTER, sum_b=True, **_ROW),
-            Placement("row", False, mode, middle=Middle.REDUCE, **_ROW),
-        )
-    ),
+    Placement("column", True, "gather", *_FACTORS_ON_RANK, Enter.GATHER, Middle.GATHER_RANK, wide=1),
+    Placement("column", True, "regather", *_FACTORS_ON_RANK, Enter.REGATHER, Middle.GATHER_RANK, keeps="shard", wide=3),
+    Placement("column", True, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.GATHER_SEQUENCE, sum_a=True, keeps="shard"),
+    Placement("column", False, "gather", *_FACTORS_ON_RANK, Enter.COPY, Middle.GATHER_RANK, wide=1),
+    Placement("column", False, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.COPY),
+    *_row_parallel("gather"),
+    *_row_parallel("regather"),
+    *_row_parallel("local"),
 )
 
 

@@ -38,7 +38,9 @@ class LoRASPCallback(pl.Callback):
         if regather is not None:
             implied = "regather" if regather else "gather"
             if sequence_mode not in (None, implied):
-                raise ValueError(f"regather={regather} means sequence_mode={implied!r}, not {sequence_mode!r}: give one")
+                raise ValueError(
+                    f"regather={regather} means sequence_mode={implied!r}, not {sequence_mode!r}: give one"
+                )
             sequence_mode = implied
         if sequence_mode is not None:
             lora["sequence_mode"] = sequence_mode

@@ -32,7 +32,8 @@ class MemoryMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop._should_accumulate() or trainer.global_step % trainer.log_every_n_steps:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.fit_loop.epoch_loop._should_accumulate() or trainer.global_step % every:
             return
         device = trainer.strategy.root_device
         values = peak_memory(device)

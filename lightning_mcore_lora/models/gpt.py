@@ -78,7 +78,7 @@ def build_gpt_model(
         parallel_output=True,
         share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         position_embedding_type="rope",
-        rotary_base=rotary_base,  # type: ignore[arg-type]
+        rotary_base=rotary_base,
     )
     _mark_parameters(model, parallel.sizes)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)

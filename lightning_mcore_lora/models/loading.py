@@ -47,7 +47,8 @@ def load_hf_weights(model: torch.nn.Module, directory: str | Path, parallel: Par
             target = parameters[name]
             if value.shape != target.shape:
                 raise ValueError(
-                    f"{name} is {tuple(target.shape)} on this rank, but {weight.hf} of {directory} give {tuple(value.shape)}"
+                    f"{name} is {tuple(target.shape)} on this rank, but {weight.hf} of {directory} give "
+                    f"{tuple(value.shape)}"
                 )
             with torch.no_grad():
                 target.copy_(value)
@@ -58,12 +59,11 @@ def load_hf_weights(model: torch.nn.Module, directory: str | Path, parallel: Par
 def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
     """Tensor name to the open file that holds it."""
     index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-    else:
-        names = dict.fromkeys([""], "model.safetensors")
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     files = {}
-    for file in sorted(set(names.values())):
+    for file in names:
         path = directory / file
         if Path(file).name != file:
             raise ValueError(f"{index} points outside its folder: {file!r}")

@@ -144,7 +144,9 @@ class Engine:
         torch.distributed.all_reduce(flag, op=op)
         return bool(flag)
 
-    def save(self, path: str | Path, checkpoint: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def save(
+        self, path: str | Path, checkpoint: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]
+    ) -> None:
         """Write a checkpoint directory; see :func:`lightning_mcore_lora.checkpoint.save_checkpoint`."""
         assert self.parallel is not None
         save_checkpoint(path, checkpoint, module, optimizers, self.parallel, seeding.get_random_state())

@@ -2,7 +2,7 @@
 
 import os
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,11 +36,11 @@ def _seed(seed: int) -> None:
 
 def get_random_state() -> dict[str, Any]:
     """State of every random stream of this process, as tensors and plain numbers."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = cast(tuple, np.random.get_state())
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "numpy": (kind, keys.tolist(), *rest),
         "mcore": dict(mcore_random.get_cuda_rng_tracker().get_states()),
     }
     if torch.cuda.is_available():

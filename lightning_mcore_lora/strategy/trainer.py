@@ -6,32 +6,31 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.strategy import TBroadcast
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.strategies.strategy import TBroadcast
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_mcore_lora.parallel import ParallelContext
 from lightning_mcore_lora.checkpoint import trainable
+from lightning_mcore_lora.parallel import ParallelContext
 from lightning_mcore_lora.strategy.engine import Engine
 from lightning_mcore_lora.strategy.resumable import ResumableLoader
 
@@ -172,7 +171,8 @@ class MCoreTP(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def teardown(self) -> None:
@@ -187,7 +187,8 @@ class MCoreTP(ParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self._refuse(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -208,7 +209,8 @@ class MCoreTP(ParallelStrategy):
         precision = str(self.precision_plugin.precision)
         if precision not in SUPPORTED_PRECISION or getattr(self.precision_plugin, "scaler", None) is not None:
             raise NotImplementedError(
-                f"precision={precision!r} is not supported by {type(self).__name__} yet; use one of {SUPPORTED_PRECISION}"
+                f"precision={precision!r} is not supported by {type(self).__name__} yet; "
+                f"use one of {SUPPORTED_PRECISION}"
             )
 
     @override
@@ -253,11 +255,10 @@ class MCoreTP(ParallelStrategy):
         if output is None or self.engine.reducer is None:
             return output
         assert self.lightning_module is not None
-        loss, num_tokens = output, None
         if isinstance(output, Mapping):
-            loss, num_tokens = output["loss"], output.get("num_tokens")
-        scaled = self.engine.reducer.scale_loss(loss, num_tokens, self._microbatches())
-        return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
+            loss, tokens = output["loss"], output.get("num_tokens")
+            return {**output, "loss": self.engine.reducer.scale_loss(loss, tokens, self._microbatches())}
+        return self.engine.reducer.scale_loss(output, None, self._microbatches())
 
     def _microbatches(self) -> int:
         assert self.lightning_module is not None

