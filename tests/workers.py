@@ -5,6 +5,7 @@ group, runs a function on each and returns what it returned, by rank. Workers ar
 the libraries once, so a whole test run pays for the imports once.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -55,9 +56,9 @@ def _run(rank: int, function: Callable, args: tuple, kwargs: dict, world_size: i
     finally:
         while cpu_backend.is_active():
             cpu_backend.undo()
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+        gc.collect()  # groups in cycles would keep their threads
 
 
 class WorkerPool:

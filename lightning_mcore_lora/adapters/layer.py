@@ -137,10 +137,13 @@ class LoRAAdapter(nn.Module):
             a = tensor_parallel.copy_to_tensor_model_parallel_region(a, group=group)
         if placement.a is not Factor.RANK:
             return nn.functional.linear(x, a.to(x.dtype))
+        # Under autocast Megatron-Core's product would reduce-scatter a gradient of another dtype than its input's.
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         # The one product of gather and regather: what differs is only whether it gathers its input itself.
         return linear_with_grad_accumulation_and_async_allreduce(
-            x,
-            a.to(x.dtype),
+            x.to(dtype),
+            a.to(dtype),
             None,
             gradient_accumulation_fusion=False,
             allreduce_dgrad=placement.enter is Enter.COPY and group.size() > 1,
