@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ class Patch:
         line: The line there, as it stands in the source.
         why: What goes wrong without it.
         absent: Whether the attribute does not exist without Transformer Engine and is added.
-        since: First Megatron-Core version that has the line.
+        since: First Megatron-Core version that needs the patch.
+        until: First one that no longer does.
     """
 
     target: str
@@ -43,6 +44,7 @@ class Patch:
     why: str
     absent: bool = False
     since: str = "0.16"
+    until: str | None = None
 
     def owner(self) -> tuple[Any, str]:
         """The object that holds the attribute, and the attribute's name."""
@@ -51,9 +53,9 @@ class Patch:
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
 
     def applies(self) -> bool:
-        """Whether the installed Megatron-Core has what this row replaces."""
+        """Whether the installed Megatron-Core has what this row replaces, or lacks what it adds."""
         owner, name = self.owner()
-        return self.absent or hasattr(owner, name)
+        return hasattr(owner, name) != self.absent
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,20 +275,6 @@ PATCHES: tuple[Patch, ...] = (
         "token dispatcher and shared experts order their streams",
     ),
     Patch(
-        "torch.cuda:default_stream",
-        _constant(lambda device=None: _THE_STREAM),
-        "megatron.core.distributed.param_and_grad_buffer",
-        "torch.cuda.default_stream()",
-        "gradient buffers wait for the default stream",
-    ),
-    Patch(
-        "torch.cuda:stream",
-        _constant(lambda stream: nullcontext()),
-        _DISPATCHER,
-        "with torch.cuda.stream(self.cuda_dtoh_stream):",
-        "device-to-host copies run on a side stream (fails where torch is built for CUDA)",
-    ),
-    Patch(
         f"{_DISPATCHER}:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
         _constant(_THE_STREAM),
         _DISPATCHER,
@@ -384,8 +372,9 @@ PATCHES: tuple[Patch, ...] = (
         lambda original: original,
         "megatron.core.transformer.moe.moe_utils",
         "if te_general_gemm is not None and router_dtype != torch.float64:",
-        "the router tests a name that only an import of Transformer Engine defines (0.16)",
+        "the router tests a name that only an import of Transformer Engine defines",
         absent=True,
+        until="0.19",
     ),
     Patch(
         f"{_MAPPINGS}:_gather_along_first_dim",

@@ -40,6 +40,7 @@ def _serve(rank: int, connection: Connection) -> None:
 def _run(rank: int, function: Callable, args: tuple, kwargs: dict, world_size: int, rendezvous: str) -> tuple:
     import torch
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from lightning_mcore_lora import cpu_backend
 
@@ -58,7 +59,9 @@ def _run(rank: int, function: Callable, args: tuple, kwargs: dict, world_size: i
             cpu_backend.undo()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-        gc.collect()  # groups in cycles would keep their threads
+        # Groups that live on keep their threads: those in cycles, and the last ones in Megatron-Core's cache.
+        RotaryEmbedding.forward.cache_clear()
+        gc.collect()
 
 
 class WorkerPool:

@@ -3,7 +3,7 @@
 The Trainer's strategy (and Fabric's) is a thin face over one :class:`Engine`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_mcore_lora.checkpoint import load_checkpoint, save_checkpoint, tr
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 from lightning_mcore_lora.strategy import seeding
 from lightning_mcore_lora.strategy.gradients import GradientReducer, clip_grad_norm
+from lightning_mcore_lora.strategy.resumable import ResumableLoader
 
 _REDUCE_OPS = ("mean", "avg", "sum")
 
@@ -145,24 +146,33 @@ class Engine:
         return bool(flag)
 
     def save(
-        self, path: str | Path, checkpoint: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]
+        self,
+        path: str | Path,
+        checkpoint: dict[str, Any],
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        loaders: Sequence[ResumableLoader],
     ) -> None:
         """Write a checkpoint directory; see :func:`lightning_mcore_lora.checkpoint.save_checkpoint`."""
         assert self.parallel is not None
-        save_checkpoint(path, checkpoint, module, optimizers, self.parallel, seeding.get_random_state())
+        state = {"now": seeding.get_random_state(), "epochs": [loader.epoch_start for loader in loaders]}
+        save_checkpoint(path, checkpoint, module, optimizers, self.parallel, state)
 
     def load(self, path: str | Path, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        """Read a checkpoint directory; its random streams start with :meth:`continue_streams`."""
+        """Read a checkpoint directory; :meth:`continue_streams` then sets its random streams."""
         assert self.parallel is not None
         checkpoint = load_checkpoint(path, module, optimizers, self.parallel)
         self._random_state = checkpoint.pop("random_state")
         return checkpoint
 
-    def continue_streams(self) -> None:
+    def continue_streams(self, loaders: Sequence[ResumableLoader]) -> None:
         """Set the random streams of a loaded checkpoint, once."""
-        if self._random_state is not None:
-            seeding.set_random_state(self._random_state)
-            self._random_state = None
+        if self._random_state is None:
+            return
+        seeding.set_random_state(self._random_state["now"])
+        for loader, epoch_start in zip(loaders, self._random_state["epochs"], strict=False):
+            loader.epoch_start = epoch_start
+        self._random_state = None
 
     @staticmethod
     def _refuse_experts(module: nn.Module) -> None:

@@ -113,8 +113,14 @@ class GradientReducer:
             yield
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Disable the hooks on the parameters and free the buffers."""
+        # A hook holds the DDP object, and lives as long as any graph through its parameter. Without an entry here it
+        # does nothing; without the rest it holds nothing.
+        self._ddp.param_to_bucket_group.clear()
         self._ddp.grad_accs.clear()
+        for name in ("buffers", "bucket_groups", "expert_parallel_buffers", "expert_parallel_bucket_groups"):
+            setattr(self._ddp, name, [])
+        del self._ddp.module
         for parameter in self._parameters:
             parameter.grad = None
             for name in ("main_grad", "grad_added_to_main_grad"):

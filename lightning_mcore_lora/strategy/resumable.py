@@ -11,9 +11,9 @@ from lightning_mcore_lora.strategy.seeding import get_random_state, set_random_s
 class ResumableLoader:
     """Wraps a ``DataLoader`` and speaks Lightning's ``state_dict`` protocol for loaders.
 
-    After a restart the batches that were consumed are drawn again and dropped, with the random state put back
-    afterwards, so that order, augmentation and every later draw continue as if nothing had happened. Any dataset and
-    sampler works; the price is reading the consumed part of one epoch.
+    After a restart the batches that were consumed are drawn again, from the random state in which the epoch began, and
+    dropped; then the random state of the checkpoint is put back. Order, augmentation and every later draw continue as
+    if nothing had happened, with any dataset and sampler; the price is reading the consumed part of one epoch.
 
     Args:
         loader: The loader.
@@ -24,6 +24,7 @@ class ResumableLoader:
         self._loader = loader
         self._consumed = consumed
         self._skip = 0
+        self.epoch_start: dict[str, Any] | None = None  # random state in which the current epoch began
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # not there yet while copying
@@ -36,13 +37,16 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
         if not skip:
+            self.epoch_start = get_random_state()
             yield from self._loader
             return
-        state = get_random_state()
+        now = get_random_state()
+        if self.epoch_start is not None:
+            set_random_state(self.epoch_start)
         iterator = iter(self._loader)
         for _ in range(skip):
             next(iterator, None)
-        set_random_state(state)
+        set_random_state(now)
         yield from iterator
 
     def state_dict(self) -> dict[str, int]:

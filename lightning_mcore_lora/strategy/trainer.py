@@ -247,6 +247,11 @@ class MCoreTP(ParallelStrategy):
             return dataloader
         return ResumableLoader(dataloader, lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
+    def _training_loaders(self) -> list[ResumableLoader]:
+        assert self.lightning_module is not None
+        combined = self.lightning_module.trainer.fit_loop._combined_loader
+        return [] if combined is None else [dl for dl in combined.flattened if isinstance(dl, ResumableLoader)]
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @override
@@ -330,7 +335,8 @@ class MCoreTP(ParallelStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} saves directories and takes no storage_options")
         assert self.lightning_module is not None
-        self.engine.save(str(filepath), checkpoint, self.lightning_module, self._plain_optimizers())
+        optimizers, loaders = self._plain_optimizers(), self._training_loaders()
+        self.engine.save(str(filepath), checkpoint, self.lightning_module, optimizers, loaders)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -348,4 +354,4 @@ class MCoreTP(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self.engine.continue_streams()
+        self.engine.continue_streams(self._training_loaders())

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 
 from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor
 from lightning_mcore_lora.strategy.resumable import ResumableLoader
+from lightning_mcore_lora.strategy.seeding import get_random_state, set_random_state
 from tests import runs, tiny
 from tests.workers import WorkerError, WorkerPool
 
@@ -162,44 +163,42 @@ def test_loader_workers_are_seeded_by_data_parallel_rank(workers: WorkerPool) ->
     assert workers(4, _worker_seeds) == [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 
-def test_resumable_loader_replays_nothing() -> None:
-    class Noisy(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 6
+class Noisy(torch.utils.data.Dataset):
+    """Draws from the global random state, as augmentation does."""
 
-        def __getitem__(self, i: int) -> torch.Tensor:
-            return i + torch.rand(())
+    def __len__(self) -> int:
+        return 6
 
-    def run(skip: int) -> tuple[list[float], float]:
-        torch.manual_seed(1)
-        consumed = 0
-        loader = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), lambda: consumed)
-        batches = []
-        iterator = iter(loader)
-        for batch in iterator:
-            batches.append(batch.item())
-            consumed += 1
-            if consumed == skip:
-                state, place = torch.get_rng_state(), loader.state_dict()
-                # Another process: the same seed begins the epoch, the saved state goes on.
-                torch.manual_seed(1)
-                other = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), lambda: 0)
-                other.load_state_dict(place)
-                fresh = iter(other)
-                epoch_start = torch.get_rng_state()
-                batches += [next(fresh).item() for _ in range(1)] if epoch_start is None else []
-                torch.set_rng_state(state)
-        return batches, torch.rand(()).item()
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return i + torch.rand(())
 
-    assert run(3) == run(0)
+
+def test_resumable_loader_continues_order_and_draws() -> None:
+    torch.manual_seed(1)
+    loader = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), lambda: 3)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+        torch.rand(5)  # the step's dropout
+    place, start, now = loader.state_dict(), loader.epoch_start, get_random_state()
+    straight = [batch.item() for batch in iterator], torch.rand(()).item()
+
+    torch.manual_seed(99)  # another process
+    other = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), lambda: 0)
+    other.load_state_dict(place)
+    other.epoch_start = start
+    set_random_state(now)
+    assert ([batch.item() for batch in other], torch.rand(()).item()) == straight
+
+
+def test_resumable_loader_at_an_epochs_end() -> None:
     loader = ResumableLoader(DataLoader(Noisy(), batch_size=4), lambda: 2)
     loader.load_state_dict({"batches": 2})
-    assert len(list(loader)) == 2, "at an epoch's end the next begins whole"
+    assert len(list(loader)) == 2, "the next epoch begins whole"
     loader.load_state_dict({"batches": 1})
     assert len(list(loader)) == 1
     assert len(list(loader)) == 2
-    assert loader.batch_size == 4
-    assert len(loader) == 2
+    assert (loader.batch_size, len(loader)) == (4, 2)
 
 
 # -- refused -------------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""What README and docs show runs as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def run(*command: str, timeout: int = 170) -> str:
+    environment = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    import os
+
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_is_valid_and_links_lead_somewhere(page: Path) -> None:
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec")
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:examples|tests|lightning_mcore_lora|docs)/[\w/.]+)", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_commands_are_ci_commands() -> None:
+    commands = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()]
+    assert len(commands) == 2
+    ci = (ROOT / ".ci/run").read_text()
+    for command in commands:
+        assert command.startswith("python -m pip install nox && python -m nox -s ")
+        assert command.partition("&& ")[2] in ci
+
+
+def test_public_names_are_documented() -> None:
+    import lightning_mcore_lora
+
+    for name in lightning_mcore_lora.__all__:
+        assert getattr(lightning_mcore_lora, name).__doc__, name
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> None:
+    from examples.smollm2 import smollm2_directory
+
+    try:
+        smollm2_directory(ROOT / ".cache")
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2")
+def test_first_script(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(blocks(ROOT / "README.md", "python")[0])
+    output = run(sys.executable, str(script))
+    assert "trainable of" in output
+    assert "linear_qkv" in output
+
+
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2")
+def test_lightning_cli(tmp_path: Path) -> None:
+    # At TP=3 as in the file; cut short.
+    output = run(
+        sys.executable,
+        "examples/finetune_cli.py",
+        "fit",
+        "--config=examples/finetune.yaml",
+        "--trainer.max_steps=1",
+        "--trainer.limit_val_batches=1",
+        "--data.max_samples=12",
+        "--data.batch_size=2",
+        "--data.max_length=48",
+        f"--trainer.default_root_dir={tmp_path}",
+    )
+    assert "max_steps=1` reached" in output
+    assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt/manifest.json"))
+
+
+@pytest.mark.pretrained
+@pytest.mark.full
+@pytest.mark.usefixtures("smollm2")
+def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
+    import json
+
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1?", "completion": f"{i + 1}"}) + "\n" for i in range(12)))
+    common = [sys.executable, "examples/finetune.py", f"--data={data}", f"--out={tmp_path}/out", "--batch-size=2"]
+    output = run(*common, "--regather", "--max-steps=2", "--checkpoint-every=1")
+    assert "Held-out loss" in output
+    assert "regather" in output
+    output = run(*common, "--regather", "--max-steps=3", f"--resume={tmp_path}/out/last.ckpt")
+    assert "Adapter checkpoint" in output
+
+
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2")
+def test_finetune_explains_a_bad_line(tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 1}\n')
+    with pytest.raises(AssertionError, match=r"error: .*bad.jsonl, line 2: got the keys \['prompt'\]; expected"):
+        run(sys.executable, "examples/finetune.py", f"--data={data}", f"--out={tmp_path}/out")
