@@ -17,7 +17,7 @@ from tests.workers import WorkerError, WorkerPool
 
 DOCS = Path(__file__).parents[2] / "docs" / "cpu_backend.md"
 MCORE = Version(version("megatron-core"))
-INSTALLED = [p for p in PATCHES if Version(p.since) <= MCORE and (p.until is None or MCORE < Version(p.until))]
+INSTALLED = [p for p in PATCHES if Version(p.since) <= MCORE and (p.until is None or Version(p.until) > MCORE)]
 
 
 def by_target(patch: Patch) -> str:
@@ -33,10 +33,9 @@ def test_patch_is_found(patch: Patch) -> None:
 
 def snapshot() -> dict[str, Any]:
     state = {}
-    for patch in PATCHES:
-        if patch.applies():
-            owner, name = patch.owner()
-            state[patch.target] = vars(owner).get(name, "missing")
+    for patch in INSTALLED:
+        owner, name = patch.owner()
+        state[patch.target] = vars(owner).get(name, "missing")
     return state
 
 
@@ -119,7 +118,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     LAYERS + "LinearWithGradAccumulationAndAsyncCommunication.backward": {"autocast": True},
     LAYERS + "RowParallelLinear.forward": {"add_bias_linear": True, **MOE},
 }
-if MCORE < Version("0.19"):
+if Version("0.19") > MCORE:
     NEEDS["megatron.core.transformer.moe.moe_utils:te_general_gemm"] = MOE
 
 
