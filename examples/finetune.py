@@ -12,18 +12,15 @@ import os
 import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
+from chat_data import ChatDataModule, DataError
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from sft import SFTModule
+from smollm2 import smollm2_directory
 
-warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-
-import lightning.pytorch as pl  # noqa: E402
-from chat_data import ChatDataModule, DataError  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from sft import SFTModule  # noqa: E402
-from smollm2 import smollm2_directory  # noqa: E402
-
-from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, generate  # noqa: E402
+from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, generate
 
 for message in (".*is deprecated.*", ".*does not have many workers.*", ".*sync_dist=True.*", ".*is not empty.*"):
     warnings.filterwarnings("ignore", message=message)

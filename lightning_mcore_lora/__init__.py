@@ -1,6 +1,14 @@
 """LoRA-tune large Megatron-Core models from a Lightning Trainer."""
 
+import warnings
+
 from lightning.pytorch.strategies import StrategyRegistry
+
+with warnings.catch_warnings():
+    # Megatron-Core warns at import of each optional library that is not installed.
+    warnings.simplefilter("ignore")
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401
 
 from lightning_mcore_lora.adapters import LoRAConfig, LoRAReport, apply_lora, remove_lora
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor

@@ -68,6 +68,7 @@ class LoRAAdapter(nn.Module):
         self.eager = eager
         self.rank = rank
         self.scale = scale
+        self.sums_in_autograd = True
         self.a = self._factor(_full_fan_a(site, rank, seed), placement.a, parts=1)
         self.b = self._factor(torch.zeros(site.d_out, rank), placement.b, parts=site.output_parts)
 
@@ -86,6 +87,16 @@ class LoRAAdapter(nn.Module):
             return full
         group = self.site.group
         return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in full.chunk(parts, dim)], dim)
+
+    def defer_sums(self, defer: bool) -> None:
+        """Leave the sums of replicated factors' gradients to ``finalize_model_grads``, or take them back.
+
+        In autograd each sum is a collective of its own in every backward: right in any loop. Megatron-Core's function
+        joins those of all parameters marked ``sequence_parallel`` into one, once per optimizer step.
+        """
+        self.sums_in_autograd = not defer
+        self.a.sequence_parallel = defer and self.placement.sum_a  # type: ignore[attr-defined]
+        self.b.sequence_parallel = defer and self.placement.sum_b  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def load_full(self, a: Tensor, b: Tensor) -> None:
@@ -128,13 +139,17 @@ class LoRAAdapter(nn.Module):
             output, bias = base(base_input, *args, **kwargs)
         z = self._times_a(x, placement)
         z = _MIDDLE[placement.middle](z * self.scale, group)
-        b = tensor_parallel.copy_to_tensor_model_parallel_region(self.b, group=group) if placement.sum_b else self.b
+        b = self._summed(self.b, placement.sum_b)
         return output + nn.functional.linear(z, b.to(z.dtype)).to(output.dtype), bias
 
+    def _summed(self, factor: Tensor, partial: bool) -> Tensor:
+        """The factor, whose gradient is summed over the group where this rank's is only a part."""
+        if partial and self.sums_in_autograd:
+            return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.site.group)
+        return factor
+
     def _times_a(self, x: Tensor, placement: Placement) -> Tensor:
-        group, a = self.site.group, self.a
-        if placement.sum_a:
-            a = tensor_parallel.copy_to_tensor_model_parallel_region(a, group=group)
+        group, a = self.site.group, self._summed(self.a, placement.sum_a)
         if placement.a is not Factor.RANK:
             return nn.functional.linear(x, a.to(x.dtype))
         # Under autocast Megatron-Core's product would reduce-scatter a gradient of another dtype than its input's.

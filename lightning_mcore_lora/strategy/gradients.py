@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
+from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.parallel import ParallelContext
 
 
@@ -55,8 +56,12 @@ class GradientReducer:
         self._aux_loss_per_token = config.calculate_per_token_loss
         config.calculate_per_token_loss = True  # DDP then sums and never divides
         self._ddp = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=False), module)
-        self._num_tokens: Tensor | None = None
+        self._adapters = [adapter for _, adapter in adapters(module)]
+        for adapter in self._adapters:
+            adapter.defer_sums(True)
         self._plain_losses = 0
+        self._token_losses = 0
+        self._num_tokens: Tensor | None = None
 
     def scale_loss(self, loss: Tensor, num_tokens: Tensor | int | None, accumulate: int) -> Tensor:
         """Prepare a microbatch's loss for backward, and Megatron-Core's auxiliary losses to match.
@@ -68,34 +73,38 @@ class GradientReducer:
 
         Returns:
             The loss to hand to the trainer.
-
-        Raises:
-            ValueError: If microbatches of one step differ in whether they give ``num_tokens``.
         """
         if num_tokens is None:
             self._plain_losses += 1
             aux_scale = loss.new_tensor(1.0 / accumulate)
         else:
             tokens = torch.as_tensor(num_tokens, dtype=torch.int64, device=loss.device).detach().reshape(())
-            self._num_tokens = tokens.clone() if self._num_tokens is None else self._num_tokens + tokens
+            self._token_losses += 1
+            self._num_tokens = tokens if self._num_tokens is None else self._num_tokens + tokens
             # With calculate_per_token_loss the router counts its tokens itself.
             aux_scale = loss.new_tensor(1.0) if self._aux_loss_per_token else tokens.to(loss.dtype)
             loss = loss * accumulate
-        if self._plain_losses and self._num_tokens is not None:
-            raise ValueError(
-                "training_step returned num_tokens for some microbatches of an optimizer step and not for others: "
-                "return {'loss': summed, 'num_tokens': n} always, or a mean always"
-            )
         MoEAuxLossAutoScaler.set_loss_scale(aux_scale)
         return loss
 
     def finalize(self) -> None:
-        """Reduce and scale the gradients and hand them to ``parameter.grad``. A collective over all processes."""
-        if self._num_tokens is None:
-            finalize_model_grads([self._ddp])
-            self._ddp.scale_gradients(1.0 / self._parallel.sizes.data)
-        else:
-            finalize_model_grads([self._ddp], self._num_tokens)
+        """Reduce and scale the gradients and hand them to ``parameter.grad``. A collective over all processes.
+
+        Raises:
+            ValueError: If microbatches of one step, on any rank, differ in whether they give ``num_tokens``.
+        """
+        finalize_model_grads([self._ddp])
+        # Counted over all replicas first, so that one that skipped its microbatches decides as the others do.
+        tokens = 0 if self._num_tokens is None else self._num_tokens
+        counts = torch.tensor([self._plain_losses, self._token_losses, tokens], device=self._parameters[0].device)
+        torch.distributed.all_reduce(counts, group=self._parallel.dp_group)
+        plain_losses, token_losses, num_tokens = counts.tolist()
+        if plain_losses and token_losses:
+            raise ValueError(
+                "training_step returned num_tokens for some microbatches of an optimizer step and not for others: "
+                "return {'loss': summed, 'num_tokens': n} always, or a mean always"
+            )
+        self._ddp.scale_gradients(1.0 / (max(num_tokens, 1) if token_losses else self._parallel.sizes.data))
         for parameter in self._parameters:
             parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
 
@@ -104,7 +113,7 @@ class GradientReducer:
         for parameter in self._parameters:
             parameter.grad = None
         self._ddp.zero_grad_buffer()
-        self._num_tokens, self._plain_losses = None, 0
+        self._plain_losses, self._token_losses, self._num_tokens = 0, 0, None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,6 +130,8 @@ class GradientReducer:
         for name in ("buffers", "bucket_groups", "expert_parallel_buffers", "expert_parallel_bucket_groups"):
             setattr(self._ddp, name, [])
         del self._ddp.module
+        for adapter in self._adapters:
+            adapter.defer_sums(False)
         for parameter in self._parameters:
             parameter.grad = None
             for name in ("main_grad", "grad_added_to_main_grad"):

@@ -122,3 +122,30 @@ def test_every_token_weighs_the_same(workers: WorkerPool, tiny_llama: Path, tp: 
     assert errors["gradient"] < GRADIENT_BOUND, errors
     assert errors["weight"] < LOSS_BOUND, errors
     assert errors["norm"] < LOSS_BOUND, errors
+
+
+def _train_with_mistake(mistake: str, directory: str) -> dict[str, Any]:
+    from lightning_mcore_lora.adapters.layer import LoRAAdapter
+
+    right = LoRAAdapter.defer_sums
+
+    def defer_sums(self: LoRAAdapter, defer: bool) -> None:
+        right(self, defer)
+        if mistake == "sums left to nobody":
+            self.a.sequence_parallel = self.b.sequence_parallel = False  # type: ignore[attr-defined]
+        elif mistake == "sums taken twice":
+            self.sums_in_autograd = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoRAAdapter, "defer_sums", defer_sums)
+        return train(directory, 2, True, "local")
+
+
+@pytest.mark.parametrize("mistake", ["sums left to nobody", "sums taken twice"])
+def test_mistake_is_caught(workers: WorkerPool, tiny_llama: Path, oracle_run: Run, mistake: str) -> None:
+    ranks = workers(2, _train_with_mistake, mistake, str(tiny_llama))
+    if mistake == "sums left to nobody":
+        with pytest.raises(AssertionError, match="differs over tensor-parallel ranks"):
+            compare(ranks, oracle_run, True)
+    else:
+        assert compare(ranks, oracle_run, True)["gradient"] > 10 * GRADIENT_BOUND
