@@ -121,6 +121,8 @@ def main() -> None:
         before = trainer.validate(module, data, verbose=False)[0]
         trainer.fit(module, data, ckpt_path=args.resume)
         after = trainer.callback_metrics  # of the validation that ended the last epoch
+        if args.max_steps > 0:  # it may have ended before
+            after = trainer.validate(module, data, verbose=False)[0]
     except DataError as error:
         raise SystemExit(f"error: {error}") from None
     if trainer.is_global_zero:
