@@ -58,7 +58,8 @@ class LoRAReport:
     def __rich__(self) -> Table:
         """A table in which equal layers share a row."""
         table = Table(title=f"LoRA: {self.summary}", title_justify="left")
-        for column in ("site", "layers", "placement", "mode", "why"):
+        table.add_column("site", no_wrap=True)
+        for column in ("layers", "placement", "mode", "why"):
             table.add_column(column, overflow="fold")
         for name, count, site in self._grouped():
             table.add_row(name, str(count), site.placement or "-", site.mode or "not adapted", site.reason or "")

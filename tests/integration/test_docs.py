@@ -86,7 +86,7 @@ def test_lightning_cli(tmp_path: Path) -> None:
         "--trainer.limit_val_batches=1",
         "--data.max_samples=12",
         "--data.batch_size=2",
-        "--data.max_length=48",
+        "--data.max_length=160",
         f"--trainer.default_root_dir={tmp_path}",
     )
     assert "max_steps=1` reached" in output
@@ -110,6 +110,7 @@ def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.pretrained
+@pytest.mark.full
 @pytest.mark.usefixtures("smollm2")
 def test_finetune_explains_a_bad_line(tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
