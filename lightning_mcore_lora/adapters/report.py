@@ -58,11 +58,13 @@ class LoRAReport:
     def __rich__(self) -> Table:
         """A table in which equal layers share a row."""
         table = Table(title=f"LoRA: {self.summary}", title_justify="left")
-        table.add_column("site", no_wrap=True)
-        for column in ("layers", "placement", "mode", "why"):
-            table.add_column(column, overflow="fold")
+        table.add_column("site", min_width=36, overflow="fold")
+        table.add_column("layers")
+        table.add_column("mode", no_wrap=True)
+        table.add_column("placement", min_width=10)
+        table.add_column("why", overflow="fold")
         for name, count, site in self._grouped():
-            table.add_row(name, str(count), site.placement or "-", site.mode or "not adapted", site.reason or "")
+            table.add_row(name, str(count), site.mode or "not adapted", site.placement or "-", site.reason or "")
         return table
 
     @property
@@ -77,7 +79,7 @@ class LoRAReport:
     def _grouped(self) -> Iterator[tuple[str, int, SiteReport]]:
         groups: dict[tuple, list[SiteReport]] = {}
         for site in self.sites:
-            name = re.sub(r"\blayers\.\d+\.", "layers.*.", site.site)
+            name = re.sub(r"^.*\blayers\.\d+\.", "layers.*.", site.site)
             groups.setdefault((name, site.placement, site.mode, site.reason), []).append(site)
         for (name, *_), members in groups.items():
             yield (name if len(members) > 1 else members[0].site), len(members), members[0]
@@ -86,3 +88,8 @@ class LoRAReport:
         out = io.StringIO()
         Console(file=out, width=120).print(self)
         return out.getvalue()
+
+    def print(self) -> None:
+        """Print the table, as wide as the terminal; into a file 120 columns wide."""
+        terminal = Console()
+        (terminal if terminal.is_terminal else Console(width=120)).print(self)

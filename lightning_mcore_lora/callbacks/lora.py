@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from rich.console import Console
 from torch import nn
 from typing_extensions import override
 
@@ -68,4 +67,4 @@ class LoRASPCallback(pl.Callback):
             return
         self.report = apply_lora(module, self.config)
         if self.verbose and isinstance(module, pl.LightningModule) and module.trainer.is_global_zero:
-            Console().print(self.report)
+            self.report.print()
