@@ -58,11 +58,10 @@ class LoRAReport:
     def __rich__(self) -> Table:
         """A table in which equal layers share a row."""
         table = Table(title=f"LoRA: {self.summary}", title_justify="left")
-        table.add_column("site", min_width=36, overflow="fold")
-        table.add_column("layers")
-        table.add_column("mode", no_wrap=True)
-        table.add_column("placement", min_width=10)
-        table.add_column("why", overflow="fold")
+        for column in ("site", "layers", "mode"):
+            table.add_column(column, no_wrap=True)
+        for column in ("placement", "why"):
+            table.add_column(column, overflow="fold")
         for name, count, site in self._grouped():
             table.add_row(name, str(count), site.mode or "not adapted", site.placement or "-", site.reason or "")
         return table
