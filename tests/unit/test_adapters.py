@@ -143,7 +143,7 @@ def test_every_fallback_says_why(
     entries = [entry for entry in report.sites if entry.site.endswith(site)]
     assert entries
     assert all(entry.mode == "gather" and reason in (entry.reason or "") for entry in entries)
-    assert reason in str(report).replace("\n", " ") or len(reason) > 20  # long reasons are folded in the table
+    assert all(word in str(report) for word in reason.split()), "the table folds between words"
     assert len(warnings) == 1
     assert reason in warnings[0]
     assert all(not messages for _, messages in ranks[1:]), "only rank zero warns"
