@@ -40,6 +40,7 @@ def tests_full(session: nox.Session) -> None:
 def tests_312(session: nox.Session) -> None:
     """Everything with the Megatron-Core that needs Python 3.12 (0.19)."""
     install(session, "hf,dev", smollm2=True)
+    session.install("-c", "constraints.txt", "megatron-core>=0.19,<0.20")
     session.run(
         "python", "-c", "from importlib.metadata import version; print('megatron-core', version('megatron-core'))"
     )

@@ -139,7 +139,10 @@ def load_checkpoint(
             for name, value in values.items():
                 for key, part in _parts(prefix, name, parameters[name], value):
                     part.copy_(loaded["shards"][key])
-    return common["rest"] | {"state_dict": whole, "optimizer_states": states, "random_state": loaded["random"]}
+    checkpoint = common["rest"] | {"state_dict": whole, "random_state": loaded["random"]}
+    if common["optimizers"]:  # a checkpoint of weights only has none, and the trainer says so if it wants to resume
+        checkpoint["optimizer_states"] = states
+    return checkpoint
 
 
 @contextmanager

@@ -186,11 +186,10 @@ class ParallelContext:
         """Destroy the groups, if there are any. Megatron-Core only forgets them, and each keeps threads alive."""
         if not parallel_state.model_parallel_is_initialized():
             return
-        groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+        groups = parallel_state._global_process_group_list[1:]  # the first stands for the default group
         parallel_state.destroy_model_parallel()
         for group in groups:
-            if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
-                torch.distributed.destroy_process_group(group)
+            torch.distributed.destroy_process_group(group)
 
     @property
     def global_rank(self) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.smollm2 import smollm2_directory
 from tests import tiny
 from tests.oracle import Oracle, Run
 from tests.runs import CLIP
@@ -23,6 +24,15 @@ def workers() -> Iterator[WorkerPool]:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny Llama."""
     return tiny.write(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Directory of SmolLM2-135M-Instruct."""
+    try:
+        return smollm2_directory(Path(__file__).parents[1] / ".cache").resolve()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

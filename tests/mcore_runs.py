@@ -13,7 +13,7 @@ from lightning_mcore_lora.strategy.gradients import GradientReducer, global_grad
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 
 
-def moe_or_dense_model(parallel: ParallelContext, **config: Any) -> torch.nn.Module:
+def moe_or_dense_model(parallel: ParallelContext, vocab_size: int = VOCAB, **config: Any) -> torch.nn.Module:
     """A two-layer GPT from a TransformerConfig."""
     from megatron.core.transformer import TransformerConfig
 
@@ -42,7 +42,7 @@ def moe_or_dense_model(parallel: ParallelContext, **config: Any) -> torch.nn.Mod
     if not config.get("num_moe_experts"):
         fields = {name: value for name, value in fields.items() if not name.startswith("moe_")}
     return build_gpt_model(
-        TransformerConfig(**(fields | config)), parallel, vocab_size=VOCAB, max_sequence_length=SEQUENCE
+        TransformerConfig(**(fields | config)), parallel, vocab_size=vocab_size, max_sequence_length=SEQUENCE
     )
 
 
@@ -103,8 +103,13 @@ def _global_name(name: str, config: Any, parallel: ParallelContext) -> str:
     return f"{head}local_experts.{int(number) + each * parallel_state.get_expert_model_parallel_rank()}.{tail}"
 
 
-def reduced_step(tp: int, ep: int, etp: int, trains: str = "", **config: Any) -> dict[str, Any]:
-    """One step through Megatron-Core's DDP: the loss, and each whole gradient by its name in the whole model."""
+def reduced_step(
+    tp: int, ep: int, etp: int, microbatches: int = 1, by_tokens: bool = False, **config: Any
+) -> dict[str, Any]:
+    """One step through Megatron-Core's DDP: the loss, and each whole gradient by its name in the whole model.
+
+    With several microbatches the same batch is taken again; ``by_tokens`` returns summed losses with their tokens.
+    """
     from megatron.core import parallel_state
 
     from lightning_mcore_lora import cpu_backend
@@ -115,15 +120,16 @@ def reduced_step(tp: int, ep: int, etp: int, trains: str = "", **config: Any) ->
     seeding.seed_for_init()
     model = moe_or_dense_model(parallel, **config)
     _fill_by_name(model, parallel)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trains in name)
     reducer = GradientReducer(model, parallel)
     seeding.seed_for_init()
     ids = torch.randint(0, VOCAB, (4, SEQUENCE), generator=torch.Generator().manual_seed(5))
     ids = ids.chunk(parallel.sizes.data)[parallel.dp_rank]
     positions = torch.arange(SEQUENCE)[None].expand_as(ids)
-    loss = model(ids, positions, None, labels=ids.roll(-1, 1)).mean()
-    reducer.scale_loss(loss, None, 1).backward()
+    for _ in range(microbatches):
+        losses = model(ids, positions, None, labels=ids.roll(-1, 1))
+        loss = losses.mean()
+        scaled = reducer.scale_loss(*((losses.sum(), ids.numel()) if by_tokens else (loss, None)), microbatches)
+        (scaled / microbatches).backward()  # as the Trainer divides
     reducer.finalize()
     gradients = {}
     for name, parameter in model.named_parameters():

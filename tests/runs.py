@@ -102,7 +102,6 @@ def trainer(strategy: MCoreTP, mode: str, *, callbacks: tuple = (), **kwargs: An
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "use_distributed_sampler": True,
     }
     return pl.Trainer(
         accelerator="cpu",

@@ -158,11 +158,12 @@ class Engine:
         state = {"now": seeding.get_random_state(), "epochs": [loader.epoch_start for loader in loaders]}
         save_checkpoint(path, checkpoint, module, optimizers, self.parallel, state)
 
-    def load(self, path: str | Path, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        """Read a checkpoint directory; :meth:`continue_streams` then sets its random streams."""
+    def load(self, path: str | Path, module: nn.Module, optimizers: list[Optimizer], continues: bool) -> dict[str, Any]:
+        """Read a checkpoint directory; if the run ``continues``, :meth:`continue_streams` sets its random streams."""
         assert self.parallel is not None
         checkpoint = load_checkpoint(path, module, optimizers, self.parallel)
-        self._random_state = checkpoint.pop("random_state")
+        random_state = checkpoint.pop("random_state")
+        self._random_state = random_state if continues else None
         return checkpoint
 
     def continue_streams(self, loaders: Sequence[ResumableLoader]) -> None:

@@ -97,7 +97,8 @@ class GradientReducer:
         # Counted over all replicas first, so that one that skipped its microbatches decides as the others do.
         tokens = 0 if self._num_tokens is None else self._num_tokens
         counts = torch.tensor([self._plain_losses, self._token_losses, tokens], device=self._parameters[0].device)
-        torch.distributed.all_reduce(counts, group=self._parallel.dp_group)
+        if self._parallel.sizes.data > 1:
+            torch.distributed.all_reduce(counts, group=self._parallel.dp_group)
         plain_losses, token_losses, num_tokens = counts.tolist()
         if plain_losses and token_losses:
             raise ValueError(

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.strategy import TBroadcast
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -207,7 +207,7 @@ class MCoreTP(ParallelStrategy):
 
     def _refuse(self, trainer: "pl.Trainer") -> None:
         precision = str(self.precision_plugin.precision)
-        if precision not in SUPPORTED_PRECISION or getattr(self.precision_plugin, "scaler", None) is not None:
+        if precision not in SUPPORTED_PRECISION:
             raise NotImplementedError(
                 f"precision={precision!r} is not supported by {type(self).__name__} yet; "
                 f"use one of {SUPPORTED_PRECISION}"
@@ -226,6 +226,11 @@ class MCoreTP(ParallelStrategy):
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; {type(self).__name__} reduces all "
                 "gradients at one step: return one optimizer with parameter groups"
             )
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise NotImplementedError(
+                f"LBFGS runs its closure several times a step, and {type(self).__name__} reduces gradients once: "
+                "choose another optimizer"
+            )
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -238,9 +243,8 @@ class MCoreTP(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        if dataloader.worker_init_fn is None:
-            # Peers of one tensor-parallel group read the same samples and must augment them alike.
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.parallel.dp_rank)
+        # Before the Trainer does it by global rank: tensor-parallel peers read the same samples and augment them alike.
+        _auto_add_worker_init_fn(dataloader, self.parallel.dp_rank)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.state.fn != TrainerFn.FITTING or hasattr(dataloader, "state_dict"):
@@ -341,7 +345,9 @@ class MCoreTP(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return self.engine.load(str(checkpoint_path), self.lightning_module, self._plain_optimizers())
+        resumes = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._plain_optimizers() if resumes else []  # an earlier fit may have left some
+        return self.engine.load(str(checkpoint_path), self.lightning_module, optimizers, continues=resumes)
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]

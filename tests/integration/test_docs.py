@@ -1,5 +1,7 @@
 """What README and docs show runs as it stands there."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +19,6 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def run(*command: str, timeout: int = 170) -> str:
     environment = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    import os
-
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
         command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=timeout
@@ -51,16 +51,6 @@ def test_public_names_are_documented() -> None:
 
     for name in lightning_mcore_lora.__all__:
         assert getattr(lightning_mcore_lora, name).__doc__, name
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> None:
-    from examples.smollm2 import smollm2_directory
-
-    try:
-        smollm2_directory(ROOT / ".cache")
-    except SystemExit as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.mark.pretrained
@@ -97,8 +87,6 @@ def test_lightning_cli(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("smollm2")
 def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
-    import json
-
     data = tmp_path / "mine.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+1?", "completion": f"{i + 1}"}) + "\n" for i in range(12)))
     common = [sys.executable, "examples/finetune.py", f"--data={data}", f"--out={tmp_path}/out", "--batch-size=2"]

@@ -74,3 +74,16 @@ def test_recompute_replays_dropout(workers: WorkerPool) -> None:
     plain = whole_gradients(workers(2, reduced_step, 2, 1, 2, **dropout))
     again = whole_gradients(workers(2, reduced_step, 2, 1, 2, recompute_granularity="full", **dropout))
     assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+@pytest.mark.parametrize(("microbatches", "by_tokens"), [(2, False), (1, True), (2, True)])
+def test_auxiliary_loss_keeps_its_share(workers: WorkerPool, microbatches: int, by_tokens: bool) -> None:
+    """The same batch taken twice, or its loss given as a sum with its tokens, is the same step for the router too."""
+    aux = MOE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    once = whole_gradients(workers(2, reduced_step, 2, 1, 2, **aux))
+    without = whole_gradients(workers(2, reduced_step, 2, 1, 2, **MOE))
+    other = whole_gradients(workers(2, reduced_step, 2, 1, 2, microbatches=microbatches, by_tokens=by_tokens, **aux))
+    router = next(name for name in once if "router.weight" in name)
+    scale = once[router].abs().max()
+    assert (without[router] - once[router]).abs().max() > 0.05 * scale, "the auxiliary loss matters here"
+    assert (other[router] - once[router]).abs().max() < DENSE_BOUND * scale

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from examples import smollm2
 from tests.workers import WorkerPool
 
 pytestmark = pytest.mark.pretrained
@@ -14,21 +13,13 @@ TEXT_TOKENS, NEW_TOKENS = 96, 20
 
 
 @pytest.fixture(scope="module")
-def directory() -> Path:
-    try:
-        return smollm2.smollm2_directory(Path(__file__).parents[2] / ".cache").resolve()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
-
-
-@pytest.fixture(scope="module")
-def reference(directory: Path) -> dict[str, Any]:
+def reference(smollm2: Path) -> dict[str, Any]:
     from pydoc_data.topics import topics
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     tokens = tokenizer(topics["with"], add_special_tokens=False)["input_ids"][:TEXT_TOKENS]
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
@@ -60,10 +51,8 @@ def _run(directory: str, tp: int, tokens: list[int], prompt: list[int]) -> tuple
 
 
 @pytest.mark.parametrize("tp", [1, 3])
-def test_logits_and_greedy_continuation(
-    workers: WorkerPool, directory: Path, reference: dict[str, Any], tp: int
-) -> None:
-    ranks = workers(tp, _run, str(directory), tp, reference["tokens"], reference["prompt"])
+def test_logits_and_greedy_continuation(workers: WorkerPool, smollm2: Path, reference: dict[str, Any], tp: int) -> None:
+    ranks = workers(tp, _run, str(smollm2), tp, reference["tokens"], reference["prompt"])
     logits = torch.cat([rank[0] for rank in ranks], dim=-1)
     assert (logits - reference["logits"]).abs().max() < 1e-3
     assert "Paris" in reference["text"]

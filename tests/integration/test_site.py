@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore_lora.adapters.placement import TABLE
+from lightning_mcore_lora.adapters.placement import lookup
 from tests import site_runs
 from tests.site_runs import BATCH, D_IN, RANK, SEQUENCE, cost, errors
 from tests.workers import WorkerPool
@@ -40,16 +40,16 @@ Z = SEQUENCE * BATCH * RANK * 8
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize(
-    ("mode", "kept"),
-    [("gather", lambda tp: FULL + Z), ("regather", lambda tp: FULL // tp + Z), ("local", lambda tp: FULL // tp + Z)],
+    ("mode", "keeps", "wide"), [("gather", "full", 1), ("regather", "shard", 3), ("local", "shard", 0)]
 )
-def test_column_keeps_and_sends(workers: WorkerPool, tp: int, mode: str, kept: Any) -> None:
-    placement = next(row for row in TABLE if (row.kind, row.sequence, row.mode) == ("column", True, mode))
+def test_column_keeps_and_sends(workers: WorkerPool, tp: int, mode: str, keeps: str, wide: int) -> None:
+    placement = lookup("column", True, mode)
+    assert (placement.keeps, placement.wide) == (keeps, wide)
     floor, with_adapter = (workers(tp, cost, "column", tp, True, m)[0] for m in (None, mode))
     assert floor["kept"] == 0
-    assert with_adapter["kept"] == kept(tp)
+    assert with_adapter["kept"] == {"full": FULL, "shard": FULL // tp}[keeps] + Z
     assert floor["wide"] == 2
-    assert with_adapter["wide"] - floor["wide"] == placement.wide == {"gather": 1, "regather": 3, "local": 0}[mode]
+    assert with_adapter["wide"] - floor["wide"] == wide
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor
+from lightning_mcore_lora.strategy.engine import Engine
 from lightning_mcore_lora.strategy.resumable import ResumableLoader
 from lightning_mcore_lora.strategy.seeding import get_random_state, set_random_state
 from tests import runs, tiny
@@ -238,6 +239,9 @@ def _refuse(directory: str, case: str) -> None:
         trainer = runs.trainer(strategy, "local", gradient_clip_val=None, accumulate_grad_batches=1, **options)
         module.automatic_optimization = False
         module.configure_optimizers = lambda: [torch.optim.SGD(module.parameters(), lr=1.0) for _ in range(2)]  # type: ignore
+    elif case == "LBFGS":
+        trainer = runs.trainer(strategy, "local", **options)
+        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore
     elif case == "precision":
         trainer = runs.trainer(strategy, "local", precision="bf16-true", **options)
     elif case == "other strategy":
@@ -262,6 +266,7 @@ def _refuse(directory: str, case: str) -> None:
     [
         ("no adapters", r"Module has no trainable parameter: add LoRASPCallback\(\)"),
         ("two optimizers", "configure_optimizers returned 2 optimizers"),
+        ("LBFGS", "LBFGS runs its closure several times a step"),
         ("precision", "precision='bf16-true' is not supported by MCoreTP yet"),
         ("other strategy", r"LoRASPCallback needs Trainer\(strategy=MCoreTP\(...\)\), not SingleDeviceStrategy"),
         ("no model", "holds none of Megatron-Core's parallel linears: build it before"),
@@ -271,6 +276,39 @@ def _refuse(directory: str, case: str) -> None:
 def test_refused_with_the_fix(workers: WorkerPool, tiny_llama: Path, case: str, match: str) -> None:
     with pytest.raises(WorkerError, match=match):
         workers(1, _refuse, str(tiny_llama), case)
+
+
+def test_trainable_experts_are_refused() -> None:
+    module = torch.nn.Linear(1, 1)
+    module.weight.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match=r"training expert parameters .* freeze \['weight'\]"):
+        Engine._refuse_experts(module)
+    module.weight.requires_grad_(False)
+    Engine._refuse_experts(module)
+
+
+def _validate_from(directory: str, out: str) -> tuple[float, float, bool, list[float]]:
+    options: dict[str, Any] = {"max_steps": 1, "num_sanity_val_steps": 0}
+    trainer = runs.trainer(MCoreTP(tensor_parallel_size=2), "local", **options)
+    module = Module(directory)
+    trainer.fit(module)
+    trained = trainer.validate(module, verbose=False)[0]["val_mean"]
+    trainer.strategy.setup_environment()
+    trainer.save_checkpoint(out)
+    trainer.strategy.teardown()
+    other = runs.trainer(MCoreTP(tensor_parallel_size=2), "local", **options)
+    fresh = Module(directory)
+    loaded = other.validate(fresh, ckpt_path=out, verbose=False)[0]["val_mean"]
+    kept = other.strategy.engine._random_state is not None
+    other.fit(fresh)
+    return trained, loaded, kept, [module.draws["default"], fresh.draws["default"]]
+
+
+def test_validate_from_a_checkpoint(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    for trained, loaded, kept, draws in workers(2, _validate_from, str(tiny_llama), str(tmp_path / "adapter.ckpt")):
+        assert loaded == trained
+        assert not kept, "streams of a checkpoint that was only looked at must not reach a later fit"
+        assert draws[0] == draws[1]
 
 
 # -- bf16-mixed, memory --------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Adapters: settings, targets, fall-backs, report."""
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from lightning_mcore_lora import LoRAConfig, LoRAReport, LoRASPCallback, apply_l
 from lightning_mcore_lora.adapters import SiteReport, adapters
 from lightning_mcore_lora.adapters.placement import TABLE, Factor, lookup
 from tests.workers import WorkerError, WorkerPool
+
+DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
 
 
 @pytest.mark.parametrize(
@@ -88,14 +92,15 @@ def test_report_groups_equal_layers() -> None:
 # -- in a model ----------------------------------------------------------------------------------------------
 
 
-def _model(tp: int, **config: Any) -> Any:
+def _model(tp: int, sequence: bool | None = None, **config: Any) -> Any:
     from lightning_mcore_lora import cpu_backend
     from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
     from lightning_mcore_lora.strategy import seeding
     from tests.mcore_runs import moe_or_dense_model
 
     cpu_backend.apply()
-    parallel = ParallelContext.create(ParallelSizes(torch.distributed.get_world_size(), tp, tp > 1, 1, tp))
+    sequence = tp > 1 if sequence is None else sequence
+    parallel = ParallelContext.create(ParallelSizes(torch.distributed.get_world_size(), tp, sequence, 1, tp))
     seeding.seed_for_init()
     return moe_or_dense_model(parallel, **config)
 
@@ -111,7 +116,7 @@ def _apply(tp: int, lora: dict[str, Any], model_config: dict[str, Any]) -> tuple
     logger = logging.getLogger("lightning_mcore_lora")
     logger.addHandler(handler)
     try:
-        model = _model(tp)
+        model = _model(tp, model_config.pop("sequence", None))
         for name, value in model_config.items():  # after building, since CUDA graphs and offloading need a GPU there
             setattr(model.config, name, value)
         return apply_lora(model, LoRAConfig(rank=4, **lora)), records
@@ -123,13 +128,14 @@ def _apply(tp: int, lora: dict[str, Any], model_config: dict[str, Any]) -> tuple
     ("tp", "model_config", "site", "reason"),
     [
         (1, {}, "linear_qkv", "tensor_parallel_size is 1"),
+        (2, {"sequence": False}, "linear_fc1", "sequence parallelism is off"),
         (2, {"cpu_offloading": True}, "linear_qkv", "cpu_offloading"),
         (2, {"enable_cuda_graph": True}, "linear_qkv", "CUDA graphs are on"),
         (2, {"recompute_granularity": "full"}, "linear_fc1", "recompute_granularity is 'full'"),
         (2, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "linear_fc1", "has 'mlp'"),
         (2, {"target": "output_layer"}, "output_layer", "only linear_qkv and linear_fc1 re-gather"),
     ],
-    ids=["tp", "offload", "graphs", "full", "mlp", "name"],
+    ids=["tp", "sequence", "offload", "graphs", "full", "mlp", "name"],
 )
 def test_every_fallback_says_why(
     workers: WorkerPool, tp: int, model_config: dict[str, Any], site: str, reason: str
@@ -186,20 +192,12 @@ def test_experts_are_left_alone_and_said(workers: WorkerPool) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(workers: WorkerPool, tp: int, lora: dict[str, Any], match: str) -> None:
-    model_config = {"num_attention_heads": 6, "vocab_size": 66} if tp == 3 else {}
-    model_config.pop("vocab_size", None)
     with pytest.raises(WorkerError, match=match):
-        workers(tp, _refused, tp, lora, model_config)
+        workers(tp, _refused, tp, lora)
 
 
-def _refused(tp: int, lora: dict[str, Any], model_config: dict[str, Any]) -> None:
-    import tests.mcore_runs
-
-    tests.mcore_runs.VOCAB = 66
-    try:
-        model = _model(tp, **model_config)
-    finally:
-        tests.mcore_runs.VOCAB = 64
+def _refused(tp: int, lora: dict[str, Any]) -> None:
+    model = _model(tp, num_attention_heads=6, vocab_size=66)
     try:
         apply_lora(model, LoRAConfig(rank=4, **lora))
     finally:
@@ -299,3 +297,18 @@ def test_recompute_reaches_adapters_over_a_frozen_embedding(
 def test_a_model_without_linears_is_explained() -> None:
     with pytest.raises(ValueError, match="configure_model"):
         apply_lora(nn.Linear(2, 2), LoRAConfig())
+
+
+def test_docs_show_the_table() -> None:
+    """Each row of the placement table stands in docs/adapters.md; row-parallel ones, equal in every mode, once."""
+    lines = [re.split(r"\s*\|\s*", line)[1:-1] for line in DOCS.read_text().splitlines() if line.startswith("| ")][1:]
+    shown = set()
+    for linear, sequence, mode, a, b, _, _, wide in lines:
+        modes = ("gather", "regather", "local") if mode == "any" else (mode.strip("`"),)
+        for each in modes:
+            row = lookup(linear.partition(" ")[0], sequence.startswith("sharded"), each)
+            assert a == row.a.value + (", gradient summed" if row.sum_a else "")
+            assert b == row.b.value + (", gradient summed" if row.sum_b else "")
+            assert int(wide.partition(":")[0]) == row.wide
+            shown.add(row)
+    assert shown == set(TABLE)

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -67,11 +66,11 @@ def test_stream_stays_a_class() -> None:
         assert torch.cuda.Stream | None  # transformers annotates so
 
 
-def test_docs_list_every_patch() -> None:
-    text = DOCS.read_text()
-    for patch in PATCHES:
-        assert f"`{patch.target}`" in text, f"{DOCS.name} has no row for {patch.target}"
-        assert patch.why in text
+def test_docs_show_the_table() -> None:
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    assert rows == [
+        f"| `{p.target}` | `{p.needed_by}` | `{p.line}` | {p.why} | {p.since} to {p.until or 'now'} |" for p in PATCHES
+    ]
 
 
 # -- needed: what each patch is for fails, or gives something else, without it ---------------------------------------
@@ -165,7 +164,6 @@ def test_streams_follow_megatrons_seeds(workers: WorkerPool) -> None:
             assert drawn[0] == int(torch.randint(1 << 40, (), generator=torch.Generator().manual_seed(3)))
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="covered on one Python")
 def test_sliding_window_mask_equals_megatrons() -> None:
     from megatron.core.transformer import utils
 
