@@ -13,7 +13,7 @@ SHARED = MOE | {"moe_shared_expert_intermediate_size": 24}
 BOUND = 2e-5
 
 
-def check(workers: WorkerPool, world: int, layout: tuple[int, int, int], bound: float, **config: Any) -> None:
+def check(workers: WorkerPool, world: int, layout: tuple[int, int, int], **config: Any) -> None:
     reference_config = {k: v for k, v in config.items() if not k.startswith(("recompute", "moe_shared_expert_overlap"))}
     reference = workers(1, reduced_step, 1, 1, 1, **reference_config)[0]
     expected = whole_gradients([reference])
@@ -24,14 +24,14 @@ def check(workers: WorkerPool, world: int, layout: tuple[int, int, int], bound: 
     assert whole.keys() == expected.keys()
     for name, value in whole.items():
         error = ((value - expected[name]).abs().max() / expected[name].abs().max()).item()
-        assert error < bound, f"{name}: {error}"
+        assert error < BOUND, f"{name}: {error}"
     for rank in ranks:
-        assert abs(rank["norm"] - reference["norm"]) < bound * reference["norm"]
+        assert abs(rank["norm"] - reference["norm"]) < BOUND * reference["norm"]
 
 
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (2, 1), (4, 2)])
 def test_dense(workers: WorkerPool, world: int, tp: int) -> None:
-    check(workers, world, (tp, 1, tp), BOUND)
+    check(workers, world, (tp, 1, tp))
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_dense(workers: WorkerPool, world: int, tp: int) -> None:
 )
 @pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.full)])
 def test_moe(workers: WorkerPool, world: int, layout: tuple[int, int, int], dispatcher: str) -> None:
-    check(workers, world, layout, BOUND, moe_token_dispatcher_type=dispatcher, **MOE)
+    check(workers, world, layout, moe_token_dispatcher_type=dispatcher, **MOE)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_shared_experts(workers: WorkerPool, overlap: bool) -> None:
-    check(workers, 2, (2, 1, 2), BOUND, moe_shared_expert_overlap=overlap, **SHARED)
+    check(workers, 2, (2, 1, 2), moe_shared_expert_overlap=overlap, **SHARED)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_shared_experts(workers: WorkerPool, overlap: bool) -> None:
     ids=lambda config: "-".join(config.get("recompute_modules", ["full"])),
 )
 def test_recompute(workers: WorkerPool, recompute: dict[str, Any]) -> None:
-    check(workers, 2, (2, 1, 2), BOUND, **recompute)
+    check(workers, 2, (2, 1, 2), **recompute)
 
 
 def test_recompute_replays_dropout(workers: WorkerPool) -> None:
