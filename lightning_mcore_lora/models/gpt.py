@@ -65,8 +65,10 @@ def build_gpt_model(
         rotary_base = hf.rotary_base
 
     use_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    config = _config_for(parallel.sizes, fields | overrides, use_te)
-    parallel.sizes.check_model(config, vocab_size)
+    fields |= overrides
+    # On the undivided config: with sizes in it Megatron-Core raises first, and names no way out.
+    parallel.sizes.check_model(_config_for(ParallelSizes(1), fields, use_te), vocab_size)
+    config = _config_for(parallel.sizes, fields, use_te)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)
     if not use_te:
         spec = _with_sequence_parallel_norms(spec)

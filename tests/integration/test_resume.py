@@ -87,15 +87,15 @@ def test_killed_run_continues_bitwise(tiny_llama: Path, tmp_path: Path, devices:
 # -- format ----------------------------------------------------------------------------------------------------
 
 
-def _save(directory: str, out: str, tp: int, mode: str, steps: int = 1) -> None:
+def _save(directory: str, out: str, tp: int, mode: str, weights_only: bool = False) -> None:
     from lightning_mcore_lora import MCoreTP
 
     module = runs.TinyModule(directory)
-    trainer = runs.trainer(MCoreTP(tensor_parallel_size=tp), mode, max_steps=steps)
+    trainer = runs.trainer(MCoreTP(tensor_parallel_size=tp), mode, max_steps=1)
     trainer.fit(module)
     runs.set_random_factors(module.model)
     trainer.strategy.setup_environment()
-    trainer.save_checkpoint(out)
+    trainer.save_checkpoint(out, weights_only=weights_only)
 
 
 def _load_plain(out: str) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def test_checkpoint_holds_whole_factors(
     assert manifest["layout"]["tensor_parallel_size"] == tp
 
 
-def _resume(directory: str, out: str, tp: int, rank: int) -> None:
+def _resume(directory: str, out: str, tp: int, targets: tuple[str, ...]) -> None:
     import lightning.pytorch as pl
 
     from lightning_mcore_lora import LoRASPCallback, MCoreTP
@@ -144,7 +144,7 @@ def _resume(directory: str, out: str, tp: int, rank: int) -> None:
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
         strategy=MCoreTP(tensor_parallel_size=tp),
-        callbacks=[LoRASPCallback(rank=rank, target_modules=["linear_qkv"], verbose=False)],
+        callbacks=[LoRASPCallback(rank=tiny.RANK, target_modules=targets, verbose=False)],
         max_steps=2,
         logger=False,
         enable_checkpointing=False,
@@ -157,12 +157,15 @@ def test_what_does_not_fit_is_refused(workers: WorkerPool, tiny_llama: Path, tmp
     out = tmp_path / "adapter.ckpt"
     workers(2, _save, str(tiny_llama), str(out), 2, "local")
     with pytest.raises(WorkerError, match="resume at the same layout"):
-        workers(1, _resume, str(tiny_llama), str(out), 1, tiny.RANK)
+        workers(1, _resume, str(tiny_llama), str(out), 1, tiny.SITES)
     with pytest.raises(WorkerError, match=r"unexpected there: \['model.decoder.layers.0.mlp.linear_fc1.lora.a'"):
-        workers(2, _resume, str(tiny_llama), str(out), 2, tiny.RANK)
+        workers(2, _resume, str(tiny_llama), str(out), 2, ("linear_qkv",))
+    workers(2, _save, str(tiny_llama), str(tmp_path / "weights.ckpt"), 2, "local", weights_only=True)
+    with pytest.raises(WorkerError, match="checkpoint contains only the model"):
+        workers(2, _resume, str(tiny_llama), str(tmp_path / "weights.ckpt"), 2, tiny.SITES)
     (out / "manifest.json").unlink()
     with pytest.raises(WorkerError, match=r"not a complete checkpoint of this package: it has no manifest.json"):
-        workers(2, _resume, str(tiny_llama), str(out), 2, tiny.RANK)
+        workers(2, _resume, str(tiny_llama), str(out), 2, tiny.SITES)
 
 
 def test_unwritable_place_fails_on_every_rank(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:

@@ -108,6 +108,22 @@ def test_logits_equal_transformers(workers: WorkerPool, tiny_llama: Path, tmp_pa
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("tp", "settings", "match"),
+    [
+        (4, {}, r"num_query_groups \(key-value heads\)=6 is not divisible by tensor_parallel_size=4. Choose a"),
+        (2, {"num_attention_heads": 9, "num_key_value_heads": 3}, "num_attention_heads=9 is not divisible by"),
+        (2, {"intermediate_size": 97}, "ffn_hidden_size=97 is not divisible by"),
+        (2, {"vocab_size": 97}, "vocab_size=97 is not divisible by"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    workers: WorkerPool, tiny_llama: Path, tmp_path: Path, tp: int, settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(WorkerError, match=match):
+        workers(tp, _logits, str(changed(tiny_llama, tmp_path / "model", **settings)), tp)
+
+
 def test_index_files(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
     directory = tiny.write(tmp_path / "sharded", max_shard_size="60KB")
     index = json.loads((directory / "model.safetensors.index.json").read_text())
