@@ -2,6 +2,7 @@
 
 import warnings
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 with warnings.catch_warnings():
@@ -16,6 +17,7 @@ from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weigh
 from lightning_mcore_lora.strategy import MCoreTP
 
 MCoreTP.register_strategies(StrategyRegistry)
+MCoreTP.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
     "LoRAConfig",

@@ -7,9 +7,11 @@ random streams, is saved by rank.
 
 import json
 import queue
+import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,24 +29,55 @@ from lightning_mcore_lora.parallel import ParallelContext
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _SHARDED = "<sharded>"
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or does not fit the run that reads it."""
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Name to parameter of everything that a checkpoint holds."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+@dataclass
+class Loaded:
+    """What a checkpoint held.
+
+    Args:
+        rest: What was saved beside the tensors.
+        weights: Name to this rank's float32 value of each parameter.
+        optimizer_states: A ``state_dict`` of each optimizer; empty if none was saved, or asked for.
+        random_state: This process's random streams.
+    """
+
+    rest: dict[str, Any]
+    weights: dict[str, Tensor]
+    optimizer_states: list[dict[str, Any]]
+    random_state: dict[str, Any]
+
+
+def check_can_save(module: nn.Module) -> None:
+    """Check that what is trainable has a place in a checkpoint.
+
+    Raises:
+        NotImplementedError: If experts are trainable whose weights are not told apart by name.
+    """
+    unnamed = [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and not getattr(p, "allreduce", True) and not _EXPERT.search(name)
+    ]
+    if unnamed:
+        raise NotImplementedError(
+            f"training grouped expert weights is not supported yet, only SequentialMLP's: freeze {unnamed[:3]} ..."
+        )
 
 
 def save_checkpoint(
     path: str | Path,
-    checkpoint: dict[str, Any],
-    module: nn.Module,
+    rest: dict[str, Any],
+    parameters: dict[str, nn.Parameter],
     optimizers: Sequence[Optimizer],
     parallel: ParallelContext,
     random_state: dict[str, Any],
+    left_out: Collection[str] = (),
 ) -> None:
     """Write a checkpoint directory. A collective over all processes.
 
@@ -52,23 +85,22 @@ def save_checkpoint(
 
     Args:
         path: The directory to make; an existing one is replaced.
-        checkpoint: Lightning's checkpoint; its ``state_dict`` and ``optimizer_states`` are saved sharded, the rest, the
-            same on every rank, by rank zero.
-        module: The module whose trainable parameters are saved.
-        optimizers: Its optimizers.
+        rest: Plain data, the same on every rank; saved by rank zero.
+        parameters: What is trained, by name; saved sharded, in float32.
+        optimizers: Its optimizers; none to save weights only.
         parallel: The layout.
         random_state: This process's random streams.
+        left_out: Names whose weights are not saved.
 
     Raises:
         CheckpointError: If the directory cannot be written, on every rank.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    parameters = trainable(module)
-    shards = dict(_shards("model", parameters, dict(parameters), parallel))
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    weights = {name: p for name, p in parameters.items() if name not in left_out}
+    shards = _shards("model", parameters, weights, parallel)
     states = []
-    for i, optimizer in enumerate(optimizers if "optimizer_states" in checkpoint else ()):
+    for i, optimizer in enumerate(optimizers):
         names = _names(optimizer, parameters)
         state = optimizer.state_dict()
         for name in sorted({key for entry in state["state"].values() for key in entry}):
@@ -90,7 +122,7 @@ def save_checkpoint(
         "shards": shards,
         "random": _per_rank("random", random_state, parallel),
         "rest": rest,
-        "names": sorted(parameters),
+        "names": sorted(weights),
         "optimizers": states,
     }
     with _results_in_this_process():
@@ -99,50 +131,50 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, module: nn.Module, optimizers: Sequence[Optimizer], parallel: ParallelContext
-) -> dict[str, Any]:
+    path: str | Path,
+    parameters: dict[str, nn.Parameter],
+    optimizers: Sequence[Optimizer],
+    parallel: ParallelContext,
+    strict: bool = True,
+) -> Loaded:
     """Read a checkpoint directory for a module that has its adapters already. A collective over all processes.
 
     Args:
         path: The directory.
-        module: The module it will be loaded into.
+        parameters: What is trained, by name; not changed.
         optimizers: Its optimizers; empty to read weights only.
         parallel: The layout.
+        strict: Whether the names must be the checkpoint's; otherwise those in both are read.
 
     Returns:
-        Lightning's checkpoint, with ``random_state`` beside it.
+        What it held.
 
     Raises:
-        CheckpointError: If it is no checkpoint, of another layout, or its trainable parameters are not the module's.
+        CheckpointError: If it is no checkpoint, of another layout, or of other parameters.
     """
     path = Path(path)
     _check_manifest(path, parallel)
-    parameters = trainable(module)
     common = load_common_state_dict(str(path))
-    _check_names(path, common["names"], parameters)
-    whole = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
+    if strict:
+        _check_names(path, common["names"], parameters)
+    whole = {name: _like(p) for name, p in parameters.items() if name in common["names"]}
     wanted = {"model": whole}
     states = common["optimizers"] if optimizers else []
     for i, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         names = _names(optimizer, parameters)
         for index, entry in state["state"].items():
             for key in (key for key, value in entry.items() if isinstance(value, str) and value == _SHARDED):
-                wanted.setdefault(f"optimizer.{i}.{key}", {})[names[index]] = entry[key] = torch.empty_like(
-                    parameters[names[index]]
-                )
+                entry[key] = _like(parameters[names[index]])
+                wanted.setdefault(f"optimizer.{i}.{key}", {})[names[index]] = entry[key]
     shards: dict[str, ShardedTensor] = {}
     for prefix, values in wanted.items():
         shards |= _shards(prefix, parameters, values, parallel)
     loaded = dist_checkpointing.load({"shards": shards, "random": _per_rank("random", None, parallel)}, str(path))
     with torch.no_grad():
         for prefix, values in wanted.items():
-            for name, value in values.items():
-                for key, part in _parts(prefix, name, parameters[name], value):
-                    part.copy_(loaded["shards"][key])
-    checkpoint = common["rest"] | {"state_dict": whole, "random_state": loaded["random"]}
-    if common["optimizers"]:  # a checkpoint of weights only has none, and the trainer says so if it wants to resume
-        checkpoint["optimizer_states"] = states
-    return checkpoint
+            for _, key, part in _blocks(prefix, parameters, values, parallel):
+                part.copy_(loaded["shards"][key])
+    return Loaded(common["rest"], whole, states, loaded["random"])
 
 
 @contextmanager
@@ -169,27 +201,42 @@ def _names(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> list[st
     return [by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parts(prefix: str, name: str, parameter: nn.Parameter, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The blocks of a local tensor that lie apart in the whole one: gate and up of a shard."""
-    count = getattr(parameter, "partition_stride", 1)
-    if count == 1:
-        yield f"{prefix}.{name}", value
-        return
-    for i, part in enumerate(value.chunk(count, parameter.partition_dim)):  # type: ignore[attr-defined]
-        yield f"{prefix}.{name}.{i}", part
+def _like(parameter: Tensor) -> Tensor:
+    return torch.empty_like(parameter, dtype=torch.float32)
+
+
+def _blocks(
+    prefix: str, parameters: dict[str, nn.Parameter], values: dict[str, Any], parallel: ParallelContext
+) -> Iterator[tuple[str, str, Tensor]]:
+    """The local name, the key and the part of each block of a local tensor.
+
+    Blocks that lie apart in the whole tensor, gate and up of a shard, are apart; experts are numbered over all ranks.
+    """
+    experts = [int(match[1]) for match in map(_EXPERT.search, parameters) if match]
+    first = (max(experts) + 1) * parallel.ep_rank if experts else 0
+    for name, value in values.items():
+        key = _EXPERT.sub(lambda match: f".local_experts.{int(match[1]) + first}.", f"{prefix}.{name}")
+        count = getattr(parameters[name], "partition_stride", 1)
+        if count == 1:
+            yield name, key, value.detach()
+            continue
+        for i, part in enumerate(value.detach().chunk(count, parameters[name].partition_dim)):  # type: ignore[attr-defined]
+            yield name, f"{key}.{i}", part
 
 
 def _shards(
     prefix: str, parameters: dict[str, nn.Parameter], values: dict[str, Any], parallel: ParallelContext
 ) -> dict[str, ShardedTensor]:
     shards = {}
-    for name, value in values.items():
+    for name, key, part in _blocks(prefix, parameters, values, parallel):
         parameter = parameters[name]
+        rank, size, copy = parallel.tp_rank, parallel.sizes.tensor, parallel.dp_rank
+        if _EXPERT.search(name):
+            rank, size, copy = parallel.etp_rank, parallel.sizes.expert_tensor, parallel.expert_dp_rank
         sharded = getattr(parameter, "tensor_model_parallel", False)
-        offsets = [(parameter.partition_dim, parallel.tp_rank, parallel.sizes.tensor)] if sharded else []  # type: ignore[attr-defined]
-        replica = (0, 0 if sharded else parallel.tp_rank, parallel.dp_rank)
-        for key, part in _parts(prefix, name, parameter, value.detach()):
-            shards[key] = ShardedTensor.from_rank_offsets(key, part, *offsets, replica_id=replica)
+        offsets = [(parameter.partition_dim, rank, size)] if sharded else []  # type: ignore[attr-defined]
+        replica = (0, 0 if sharded else rank, copy)
+        shards[key] = ShardedTensor.from_rank_offsets(key, part, *offsets, replica_id=replica)
     return shards
 
 

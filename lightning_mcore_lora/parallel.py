@@ -225,3 +225,18 @@ class ParallelContext:
     def ep_group(self) -> "ProcessGroup":
         """Expert-parallel group."""
         return parallel_state.get_expert_model_parallel_group()
+
+    @property
+    def ep_rank(self) -> int:
+        """Rank in :attr:`ep_group`."""
+        return parallel_state.get_expert_model_parallel_rank()
+
+    @property
+    def etp_rank(self) -> int:
+        """Rank in the expert-tensor-parallel group."""
+        return parallel_state.get_expert_tensor_parallel_rank()
+
+    @property
+    def expert_dp_rank(self) -> int:
+        """Rank among the processes that hold the same part of the same experts."""
+        return parallel_state.get_expert_data_parallel_rank()

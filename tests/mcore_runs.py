@@ -9,6 +9,7 @@ from lightning_mcore_lora.models.gpt import build_gpt_model
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 from lightning_mcore_lora.strategy import seeding
 from lightning_mcore_lora.strategy.gradients import GradientReducer, global_grad_norm
+from lightning_mcore_lora.strategy.precision import Masters
 
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 
@@ -120,7 +121,7 @@ def reduced_step(
     seeding.seed_for_init()
     model = moe_or_dense_model(parallel, **config)
     _fill_by_name(model, parallel)
-    reducer = GradientReducer(model, parallel)
+    reducer = GradientReducer(model, parallel, Masters())
     seeding.seed_for_init()
     ids = torch.randint(0, VOCAB, (4, SEQUENCE), generator=torch.Generator().manual_seed(5))
     ids = ids.chunk(parallel.sizes.data)[parallel.dp_rank]
@@ -128,8 +129,10 @@ def reduced_step(
     for _ in range(microbatches):
         losses = model(ids, positions, None, labels=ids.roll(-1, 1))
         loss = losses.mean()
-        scaled = reducer.scale_loss(*((losses.sum(), ids.numel()) if by_tokens else (loss, None)), microbatches)
-        (scaled / microbatches).backward()  # as the Trainer divides
+        # The loss is divided as the Trainer does it.
+        value, tokens = (losses.sum(), ids.numel()) if by_tokens else (loss, None)
+        reducer.before_backward(value / microbatches, tokens, microbatches).backward()
+        reducer.after_backward()
     reducer.finalize()
     gradients = {}
     for name, parameter in model.named_parameters():

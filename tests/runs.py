@@ -4,11 +4,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_mcore_lora import LoRASPCallback, MCoreTP, build_gpt_model, load_hf_weights
+from lightning_mcore_lora import LoRAConfig, LoRASPCallback, MCoreTP, apply_lora, build_gpt_model, load_hf_weights
 from lightning_mcore_lora.adapters import adapters
+from lightning_mcore_lora.parallel import ParallelContext
 from lightning_mcore_lora.strategy.gradients import global_grad_norm
 from tests import tiny
 
@@ -34,22 +36,14 @@ class TinyModule(pl.LightningModule):
             parallel = self.trainer.strategy.parallel
             self.model = build_gpt_model(self.directory, parallel)
             load_hf_weights(self.model, self.directory, parallel)
-            self.model.decoder.register_forward_pre_hook(self._watch_input, with_kwargs=True)
-
-    def _watch_input(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        hidden = kwargs["hidden_states"]
-        if self.training and torch.is_grad_enabled():
-            self.inputs.append(hidden.requires_grad_())
-            hidden.retain_grad()
+            watch_input(self.model, self.inputs)
 
     def on_fit_start(self) -> None:
         if self.random_factors and self.trainer.global_step == 0:
             set_random_factors(self.model)
 
     def forward(self, samples: Tensor) -> Tensor:
-        ids = samples[:, :-1].contiguous()
-        positions = torch.arange(ids.shape[1])[None].expand_as(ids)
-        return self.model(ids, positions, None, labels=samples[:, 1:].contiguous())
+        return token_losses(self.model, samples)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         samples, index = batch
@@ -71,11 +65,35 @@ class TinyModule(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=tiny.ADAM_EPS)
 
     def train_dataloader(self) -> DataLoader:
-        samples = tiny.tokens()
-        dataset = TensorDataset(samples, torch.arange(len(samples)))
-        # Lightning's own sampler would shuffle.
-        sampler = DistributedSampler(dataset, shuffle=False, **self.trainer.strategy.distributed_sampler_kwargs)
-        return DataLoader(dataset, batch_size=2 // self.trainer.strategy.parallel.sizes.data, sampler=sampler)
+        return loader(self.trainer.strategy)
+
+
+def watch_input(model: Any, inputs: list[Tensor]) -> None:
+    """Keep the first hidden states of each training step, and their gradients."""
+
+    def watch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"]
+        if module.training and torch.is_grad_enabled():
+            inputs.append(hidden.requires_grad_())
+            hidden.retain_grad()
+
+    model.decoder.register_forward_pre_hook(watch, with_kwargs=True)
+
+
+def token_losses(model: Any, samples: Tensor) -> Tensor:
+    """Loss of each token, ``[batch, sequence]``."""
+    ids = samples[:, :-1].contiguous()
+    positions = torch.arange(ids.shape[1])[None].expand_as(ids)
+    return model(ids, positions, None, labels=samples[:, 1:].contiguous())
+
+
+def loader(strategy: MCoreTP) -> DataLoader:
+    """The samples in the oracle's order; two a microbatch over all data-parallel ranks."""
+    samples = tiny.tokens()
+    dataset = TensorDataset(samples, torch.arange(len(samples)))
+    # Lightning's own sampler would shuffle.
+    sampler = DistributedSampler(dataset, shuffle=False, **strategy.distributed_sampler_kwargs)
+    return DataLoader(dataset, batch_size=2 // strategy.parallel.sizes.data, sampler=sampler)
 
 
 def factors_of(model: torch.nn.Module) -> dict[tuple[str, str], torch.nn.Parameter]:
@@ -112,21 +130,97 @@ def trainer(strategy: MCoreTP, mode: str, *, callbacks: tuple = (), **kwargs: An
     )
 
 
-def train(directory: str, tp: int, sequence: bool, mode: str, token_weights: Tensor | None = None) -> dict[str, Any]:
+def train(
+    directory: str,
+    tp: int,
+    sequence: bool,
+    mode: str,
+    token_weights: Tensor | None = None,
+    precision: str = "32-true",
+) -> dict[str, Any]:
     """Five steps; returns this rank's view."""
     strategy = MCoreTP(tensor_parallel_size=tp, sequence_parallel=sequence)
     module = TinyModule(directory, token_weights)
-    trainer(strategy, mode).fit(module)
-    parallel = strategy.parallel
-    factors = factors_of(module.model)
+    trainer(strategy, mode, precision=precision).fit(module)
     return {
-        "tp_rank": parallel.tp_rank,
-        "dp_rank": parallel.dp_rank,
+        **view(module.model, strategy.parallel),
         "losses": module.losses,
         "norms": module.norms,
         "input_gradient": module.inputs[0].grad,
         "gradients": module.gradients,
+    }
+
+
+def view(model: torch.nn.Module, parallel: ParallelContext) -> dict[str, Any]:
+    """This rank's factors, and where they belong."""
+    factors = factors_of(model)
+    return {
+        "tp_rank": parallel.tp_rank,
+        "dp_rank": parallel.dp_rank,
         "factors": {key: p.detach().clone() for key, p in factors.items()},
         "marks": {key: (p.tensor_model_parallel, p.partition_dim, p.partition_stride) for key, p in factors.items()},
-        "frozen": [n for n, p in module.named_parameters() if not p.requires_grad and p.grad is not None],
+        "frozen": [n for n, p in model.named_parameters() if not p.requires_grad and p.grad is not None],
     }
+
+
+def fabric(strategy: MCoreTP, **kwargs: Any) -> Fabric:
+    """Fabric over the processes of this call."""
+    fabric = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy, **kwargs)
+    fabric.launch()
+    return fabric
+
+
+def model_for_fabric(fabric: Fabric, directory: str, mode: str, in_setup: bool = False) -> Any:
+    """The tiny Llama with the oracle's factors; adapters are put in now, or by the strategy in set-up."""
+    with fabric.init_module():
+        model = build_gpt_model(directory, fabric.strategy.parallel)
+        load_hf_weights(model, directory, fabric.strategy.parallel)
+
+    def adapt(model: torch.nn.Module) -> None:
+        apply_lora(model, LoRAConfig(rank=tiny.RANK, alpha=tiny.ALPHA, sequence_mode=mode))
+        set_random_factors(model)
+
+    fabric.strategy.register_transform(adapt) if in_setup else adapt(model)
+    return model
+
+
+def train_fabric(
+    directory: str,
+    tp: int,
+    sequence: bool,
+    mode: str,
+    token_weights: Tensor | None = None,
+    precision: str = "32-true",
+    in_setup: bool = False,
+) -> dict[str, Any]:
+    """The same five steps, in a loop of one's own."""
+    strategy = MCoreTP(tensor_parallel_size=tp, sequence_parallel=sequence)
+    f = fabric(strategy, precision=precision)
+    model = model_for_fabric(f, directory, mode, in_setup)
+    inputs: list[Tensor] = []
+    watch_input(model, inputs)
+    if in_setup:
+        model = f.setup_module(model)
+        optimizer = f.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=tiny.ADAM_EPS))
+    else:
+        model, optimizer = f.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=tiny.ADAM_EPS))
+    result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    for i, (samples, index) in enumerate(f.setup_dataloaders(loader(strategy), use_distributed_sampler=False)):
+        accumulating = i % 2 == 0
+        with f.no_backward_sync(model, enabled=accumulating):
+            losses = token_losses(model, samples)
+            if token_weights is None:
+                loss = losses.mean()
+                f.backward(loss / 2)
+            else:
+                mask = token_weights[index]
+                loss = (losses * mask).sum()
+                f.backward(loss, num_tokens=int(mask.sum()))
+        result["losses"].append(loss.item())
+        if not accumulating:
+            result["norms"].append(f.clip_gradients(model, optimizer, max_norm=1e30).item())
+            result["gradients"].append({key: p.grad.clone() for key, p in factors_of(model).items()})
+            f.clip_gradients(model, optimizer, max_norm=CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**view(model, strategy.parallel), **result, "input_gradient": inputs[0].grad}

@@ -70,7 +70,7 @@ class LoRAAdapter(nn.Module):
         self.scale = scale
         self.sums_in_autograd = True
         self.a = self._factor(_full_fan_a(site, rank, seed), placement.a, parts=1)
-        self.b = self._factor(torch.zeros(site.d_out, rank), placement.b, parts=site.output_parts)
+        self.b = self._factor(torch.zeros(site.d_out, rank, dtype=torch.float32), placement.b, parts=site.output_parts)
 
     def _factor(self, full: Tensor, held: Factor, parts: int) -> nn.Parameter:
         dim = held.dim()
@@ -176,4 +176,4 @@ def _full_fan_a(site: Site, rank: int, seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(zlib.crc32(site.name.encode()) + seed)
     bound = site.d_in**-0.5
-    return torch.empty(rank, site.d_in).uniform_(-bound, bound, generator=generator)
+    return torch.empty(rank, site.d_in, dtype=torch.float32).uniform_(-bound, bound, generator=generator)

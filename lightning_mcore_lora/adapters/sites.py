@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -46,7 +47,7 @@ class Site:
     """One linear of a model.
 
     Args:
-        name: Path of the module in the model.
+        name: Path of the module in the Megatron-Core model.
         linear: The module.
         type: Its row of :data:`LINEARS`.
     """
@@ -102,8 +103,14 @@ class Site:
 
 
 def find_sites(model: nn.Module) -> Iterator[Site]:
-    """Every linear of the model that a row of :data:`LINEARS` describes."""
+    """Every linear of the model that a row of :data:`LINEARS` describes.
+
+    Names begin inside the Megatron-Core model, whatever it is wrapped in, so that equal models get equal adapters.
+    """
+    root: str | None = None
     for name, module in model.named_modules():
+        if isinstance(module, MegatronModule) and (root is None or not name.startswith(root)):
+            root = f"{name}." if name else ""
         for row in LINEARS:
             if type(module) is row.cls:
-                yield Site(name, module, row)
+                yield Site(name.removeprefix(root or ""), module, row)

@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mcore_lora.adapters import LoRAConfig, LoRAReport, adapters, apply_lora
-from lightning_mcore_lora.strategy.trainer import MCoreTP
+from lightning_mcore_lora.strategy import MCoreTP
 
 
 class LoRASPCallback(pl.Callback):

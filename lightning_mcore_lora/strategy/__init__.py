@@ -1,5 +1,5 @@
 """The strategy."""
 
-from lightning_mcore_lora.strategy.trainer import MCoreTP
+from lightning_mcore_lora.strategy.mcore_tp import MCoreTP
 
 __all__ = ["MCoreTP"]

@@ -1,25 +1,47 @@
 """What the strategy does, free of any trainer: processes, groups, streams, gradients, checkpoints.
 
-The Trainer's strategy (and Fabric's) is a thin face over one :class:`Engine`.
+The Trainer's and Fabric's faces are thin: they speak each framework's words to one :class:`Engine`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_mcore_lora import cpu_backend
-from lightning_mcore_lora.checkpoint import load_checkpoint, save_checkpoint, trainable
+from lightning_mcore_lora.adapters import adapters
+from lightning_mcore_lora.checkpoint import Loaded, check_can_save, load_checkpoint, save_checkpoint
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
-from lightning_mcore_lora.strategy import seeding
+from lightning_mcore_lora.strategy import agreement, seeding
+from lightning_mcore_lora.strategy.environment import cuda_defaults
 from lightning_mcore_lora.strategy.gradients import GradientReducer, clip_grad_norm
-from lightning_mcore_lora.strategy.resumable import ResumableLoader
+from lightning_mcore_lora.strategy.loaders import EvenLoader, ResumableLoader, share_out
+from lightning_mcore_lora.strategy.precision import Masters
+from lightning_mcore_lora.strategy.watch import PeerWatch, watch
 
 _REDUCE_OPS = ("mean", "avg", "sum")
+
+#: Optimizers that do not fit, and why.
+REFUSED_OPTIMIZERS: dict[type, str] = {
+    LBFGS: "it runs its closure several times a step, and gradients are reduced once",
+    ZeroRedundancyOptimizer: "each rank would hold, and save, the state of some parameters only",
+    MegatronOptimizer: (
+        "it scales, reduces, clips and saves by itself (its distributed form too), where Lightning's loop does; the "
+        "gradients that it wants are there, in main_grad"
+    ),
+}
 
 
 class Engine:
@@ -31,6 +53,7 @@ class Engine:
         expert_parallel_size: EP.
         expert_tensor_parallel_size: ETP; ``None`` is TP.
         timeout: How long a collective may take before it fails.
+        peer_timeout: How long another process may show no sign of life.
     """
 
     def __init__(
@@ -40,17 +63,24 @@ class Engine:
         expert_parallel_size: int,
         expert_tensor_parallel_size: int | None,
         timeout: timedelta,
+        peer_timeout: timedelta,
     ) -> None:
         self._tensor = tensor_parallel_size
         self._sequence_parallel = sequence_parallel
         self._expert = expert_parallel_size
         self._expert_tensor = expert_tensor_parallel_size
         self.timeout = timeout
+        self.peer_timeout = peer_timeout
         self.parallel: ParallelContext | None = None
         self.reducer: GradientReducer | None = None
+        self.masters = Masters()
+        self.peers: PeerWatch | None = None
+        self._entries = 0
         self._transforms: list[Callable[[nn.Module], None]] = []
         self._random_state: dict[str, Any] | None = None
         self._patched = False
+
+    # -- processes ----------------------------------------------------------------------------------------------------
 
     def sizes(self, world_size: int) -> ParallelSizes:
         """The sizes for a world, checked.
@@ -62,22 +92,51 @@ class Engine:
         expert_tensor = self._tensor if self._expert_tensor is None else self._expert_tensor
         return ParallelSizes(world_size, self._tensor, sequence, self._expert, expert_tensor)
 
+    def set_cuda_defaults(self) -> None:
+        """Put environment variables in place, for this process and those it starts, while CUDA has not started."""
+        if not torch.cuda.is_initialized():
+            os.environ.update(cuda_defaults(os.environ, self._tensor))
+
     def start(self, world_size: int) -> None:
-        """Build groups and streams. ``torch.distributed`` is initialised; may be called again."""
+        """Build groups and streams. ``torch.distributed`` is initialised; may be called again.
+
+        Raises:
+            DisagreementError: If processes were started with different code or sizes.
+        """
         if not self._patched:
             cpu_backend.apply()
             self._patched = True
-        self.parallel = ParallelContext.create(self.sizes(world_size), self.timeout)
+        sizes = self.sizes(world_size)
+        if self.peers is None:
+            self._entries += 1
+            rank = torch.distributed.get_rank()
+            self.peers = watch(_get_default_store(), self._entries, rank, world_size, self.peer_timeout)
+            # Before any group is made: with different sizes the processes would wait for each other for ever.
+            agreement.check_same("Code or parallel sizes", agreement.code_facts() | asdict(sizes))
+        self.parallel = ParallelContext.create(sizes, self.timeout)
         seeding.seed_for_init()
 
     def stop(self) -> None:
         """Undo what :meth:`start` and :meth:`prepare` changed, but the groups, which the model goes on using."""
+        self._leave()
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
         if self._patched:
             cpu_backend.undo()
             self._patched = False
+
+    def _leave(self) -> None:
+        if self.peers is not None:
+            self.peers.stop()
+            self.peers = None
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other processes why this one fails."""
+        if self.peers is not None:
+            self.peers.report(error)
+
+    # -- model and optimizers -----------------------------------------------------------------------------------------
 
     def register_transform(self, transform: Callable[[nn.Module], None]) -> None:
         """Have ``transform`` applied to the module before its optimizers are made; it must stand being called again."""
@@ -90,32 +149,90 @@ class Engine:
             transform(module)
 
     def prepare(self, module: nn.Module) -> None:
-        """Make the module ready to train: everything that is frozen is frozen by now."""
+        """Make the module ready to train: everything that is frozen is frozen by now.
+
+        Raises:
+            DisagreementError: If processes built different models or adapters.
+            NotImplementedError: If what is trainable could not be saved.
+        """
         assert self.parallel is not None
-        self._refuse_experts(module)
+        config = {name: (a.rank, a.scale, a.placement.name, a.placement.mode) for name, a in adapters(module)}
+        agreement.check_same("Models or adapters", agreement.module_facts(module) | {"adapters": config})
+        check_can_save(module)
         if self.reducer is not None:
             self.reducer.close()
-        self.reducer = GradientReducer(module, self.parallel)
+            self.reducer = None
+        self.masters.stand_for(p for p in module.parameters() if p.requires_grad)
+        self.reducer = GradientReducer(module, self.parallel, self.masters)
         seeding.seed_for_training(self.parallel)
 
-    def keep_trainable(self, optimizer: Optimizer) -> None:
-        """Drop frozen parameters from an optimizer.
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Drop frozen parameters from an optimizer, and have it train float32 masters.
 
         Raises:
             ValueError: If nothing is left.
+            NotImplementedError: If it is one that does not fit.
         """
+        for kind, reason in REFUSED_OPTIMIZERS.items():
+            if isinstance(optimizer, kind):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} is not supported by MCoreTP: {reason}. Use a plain torch optimizer"
+                )
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p.requires_grad]
         if not any(group["params"] for group in optimizer.param_groups):
             raise ValueError(
-                f"{type(optimizer).__name__} holds no trainable parameter: give it self.parameters() in "
-                "configure_optimizers, which sees the adapters"
+                f"{type(optimizer).__name__} holds no trainable parameter: make it from the model's parameters() after "
+                "the adapters are there (configure_optimizers; in Fabric after apply_lora)"
             )
+        self.masters.give_to(optimizer)
+        if self.reducer is not None:
+            self.reducer.check_known(optimizer)
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor:
+    def trained(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Name to what is trained, and saved, of each trainable parameter: itself, or its float32 master."""
+        return {name: self.masters.of(p) for name, p in module.named_parameters() if p.requires_grad}
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager:
+        """Inside, backward only accumulates."""
+        return contextlib.nullcontext() if self.reducer is None else self.reducer.no_sync()
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an optimizer's step: afterwards the parameters follow their masters, and the buffers are empty."""
+        assert self.reducer is not None
+        self.reducer.check_known(optimizer)
+        yield
+        self.masters.copy_back()
+        self.reducer.clear()
+
+    def reduced_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, with the gradients reduced once it has run."""
+
+        def closure_then_reduce() -> Any:
+            result = closure()
+            assert self.reducer is not None
+            self.reducer.finalize()
+            return result
+
+        return closure_then_reduce
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0, strict: bool = False) -> Tensor:
         """Clip by the global norm; see :func:`lightning_mcore_lora.strategy.gradients.clip_grad_norm`."""
         assert self.parallel is not None
-        return clip_grad_norm(parameters, max_norm, self.parallel)
+        return clip_grad_norm(parameters, max_norm, self.parallel, norm_type, strict)
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def samples_group(self, group: Any) -> Any:
+        """``group``, or the data-parallel group where none is given; Lightning gives the world where the user did not.
+
+        Tensor-parallel peers hold the same values: over the world each would be counted once for every peer.
+        """
+        assert self.parallel is not None
+        return self.parallel.dp_group if group in (None, torch.distributed.group.WORLD) else group
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor, by default over the data-parallel group: tensor-parallel peers hold the same value.
@@ -123,8 +240,7 @@ class Engine:
         Raises:
             ValueError: If the operation is unknown.
         """
-        assert self.parallel is not None
-        group = self.parallel.dp_group if group is None else group
+        group = self.samples_group(group)
         if isinstance(reduce_op, str):
             if reduce_op.lower() not in _REDUCE_OPS:
                 raise ValueError(f"reduce_op={reduce_op!r} must be one of {_REDUCE_OPS} or a ReduceOp")
@@ -145,26 +261,45 @@ class Engine:
         torch.distributed.all_reduce(flag, op=op)
         return bool(flag)
 
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def share_out(self, loader: DataLoader) -> None:
+        """See :func:`lightning_mcore_lora.strategy.loaders.share_out`."""
+        assert self.parallel is not None
+        share_out(loader, self.parallel)
+
+    def for_evaluation(self, loader: DataLoader, device: torch.device) -> Any:
+        """A loader for a loop without a backward: only experts need every rank's company in each forward."""
+        return EvenLoader(loader, device) if self._expert > 1 else loader
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
     def save(
         self,
         path: str | Path,
-        checkpoint: dict[str, Any],
-        module: nn.Module,
-        optimizers: list[Optimizer],
+        rest: dict[str, Any],
+        weights: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
         loaders: Sequence[ResumableLoader],
+        left_out: Collection[str] = (),
     ) -> None:
         """Write a checkpoint directory; see :func:`lightning_mcore_lora.checkpoint.save_checkpoint`."""
         assert self.parallel is not None
         state = {"now": seeding.get_random_state(), "epochs": [loader.epoch_start for loader in loaders]}
-        save_checkpoint(path, checkpoint, module, optimizers, self.parallel, state)
+        save_checkpoint(path, rest, weights, optimizers, self.parallel, state, left_out)
 
-    def load(self, path: str | Path, module: nn.Module, optimizers: list[Optimizer], continues: bool) -> dict[str, Any]:
-        """Read a checkpoint directory; if the run ``continues``, :meth:`continue_streams` sets its random streams."""
+    def load(
+        self, path: str | Path, weights: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], strict: bool = True
+    ) -> Loaded:
+        """Read a checkpoint directory; if it is to continue, :meth:`continue_streams` sets its random streams."""
         assert self.parallel is not None
-        checkpoint = load_checkpoint(path, module, optimizers, self.parallel)
-        random_state = checkpoint.pop("random_state")
-        self._random_state = random_state if continues else None
-        return checkpoint
+        loaded = load_checkpoint(path, weights, optimizers, self.parallel, strict)
+        self._random_state = loaded.random_state if optimizers else None
+        return loaded
+
+    def load_weights(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
+        """Set trainable parameters and their masters."""
+        self.masters.load({name: p for name, p in module.named_parameters() if p.requires_grad}, weights)
 
     def continue_streams(self, loaders: Sequence[ResumableLoader]) -> None:
         """Set the random streams of a loaded checkpoint, once."""
@@ -174,11 +309,3 @@ class Engine:
         for loader, epoch_start in zip(loaders, self._random_state["epochs"], strict=False):
             loader.epoch_start = epoch_start
         self._random_state = None
-
-    @staticmethod
-    def _refuse_experts(module: nn.Module) -> None:
-        experts = [name for name, parameter in trainable(module).items() if not getattr(parameter, "allreduce", True)]
-        if experts:
-            raise NotImplementedError(
-                f"training expert parameters at expert parallelism is not supported yet: freeze {experts[:3]} ..."
-            )

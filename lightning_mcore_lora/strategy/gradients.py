@@ -1,6 +1,7 @@
 """Gradients: reduction through Megatron-Core's DDP, token weighting, global norm."""
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -9,9 +10,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.parallel import ParallelContext
+from lightning_mcore_lora.strategy.precision import Masters
 
 
 def find_config(module: nn.Module) -> TransformerConfig:
@@ -25,74 +28,114 @@ def find_config(module: nn.Module) -> TransformerConfig:
         if isinstance(config, TransformerConfig):
             return config
     raise ValueError(
-        f"{type(module).__name__} holds no Megatron-Core model: build one in configure_model, for example with "
-        "build_gpt_model(directory, self.trainer.strategy.parallel)"
+        f"{type(module).__name__} holds no Megatron-Core model: build one in configure_model (in Fabric: after "
+        "launch), for example with build_gpt_model(directory, strategy.parallel)"
     )
 
 
 class GradientReducer:
     """Reduces the gradients of a module's trainable parameters, once per optimizer step.
 
-    Megatron-Core's ``DistributedDataParallel`` collects them in ``main_grad`` buffers; ``finalize_model_grads`` sums
-    them over the data-parallel group (and what sequence parallelism left partial over the tensor-parallel group). The
-    buffers always hold sums: a mean over microbatches or a weighting by tokens is one scaling at the end.
+    Megatron-Core's ``DistributedDataParallel`` collects them in float32 ``main_grad`` buffers; ``finalize_model_grads``
+    sums them over the data-parallel group (and what sequence parallelism left partial over the tensor-parallel group).
+    The buffers always hold sums: a mean over microbatches or a weighting by tokens is one scaling at the end.
+
+    Between a backward and the next, ``grad`` of what the optimizer trains is the buffer, so hooks and clipping see it,
+    and dropping it (``optimizer.zero_grad()``) empties the buffer.
 
     Args:
         module: Any module that holds a Megatron-Core model; its parameters must be frozen or not for good.
         parallel: The layout.
+        masters: What is trained in place of parameters of less than float32.
 
     Raises:
         ValueError: If nothing is trainable.
     """
 
-    def __init__(self, module: nn.Module, parallel: ParallelContext) -> None:
+    def __init__(self, module: nn.Module, parallel: ParallelContext, masters: Masters) -> None:
         self._parallel = parallel
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
             raise ValueError(
-                f"{type(module).__name__} has no trainable parameter: add LoRASPCallback(), or unfreeze something"
+                f"{type(module).__name__} has no trainable parameter: add LoRASPCallback() (in Fabric: apply_lora), "
+                "or unfreeze something"
             )
+        self._trained = [masters.of(p) for p in self._parameters]
+        self._ids = {id(p) for p in self._trained}
         config = copy.copy(find_config(module))
         self._aux_loss_per_token = config.calculate_per_token_loss
         config.calculate_per_token_loss = True  # DDP then sums and never divides
-        self._ddp = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=False), module)
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, grad_reduce_in_fp32=True)
+        self._ddp = DistributedDataParallel(config, ddp_config, module)
         self._adapters = [adapter for _, adapter in adapters(module)]
         for adapter in self._adapters:
             adapter.defer_sums(True)
         self._plain_losses = 0
         self._token_losses = 0
         self._num_tokens: Tensor | None = None
+        self._holds = False  # grad is the buffer now
+        self._finalized = False
+        self.is_accumulating = False
 
-    def scale_loss(self, loss: Tensor, num_tokens: Tensor | int | None, accumulate: int) -> Tensor:
+    def before_backward(
+        self, loss: Tensor, num_tokens: Tensor | int | None, accumulate: int = 1, loss_scale: float = 1.0
+    ) -> Tensor:
         """Prepare a microbatch's loss for backward, and Megatron-Core's auxiliary losses to match.
 
         Args:
-            loss: What the training step returned.
+            loss: What the training step returned, divided by ``accumulate``.
             num_tokens: Tokens that the loss sums over; ``None`` if the loss is a mean.
-            accumulate: Microbatches in this optimizer step, by which the trainer divides the loss afterwards.
+            accumulate: Microbatches in this optimizer step, by which the loss was divided.
+            loss_scale: What a gradient scaler will multiply the loss with.
 
         Returns:
-            The loss to hand to the trainer.
+            The loss to go backward from.
+
+        Raises:
+            RuntimeError: If the gradients of this step were reduced already.
         """
+        self._drop_unwanted()
+        if self._finalized:
+            raise RuntimeError(
+                "backward after the gradients were reduced for clipping: clip once per optimizer step, after its last "
+                "backward, and call optimizer.step() (or zero_grad()) before the next"
+            )
+        for trained in self._trained:  # left in place, a gradient would be accumulated twice
+            trained.grad = None
+        self._holds = False
         if num_tokens is None:
             self._plain_losses += 1
-            aux_scale = loss.new_tensor(1.0 / accumulate)
+            aux_scale = loss.new_tensor(loss_scale / accumulate)
         else:
             tokens = torch.as_tensor(num_tokens, dtype=torch.int64, device=loss.device).detach().reshape(())
             self._token_losses += 1
             self._num_tokens = tokens if self._num_tokens is None else self._num_tokens + tokens
             # With calculate_per_token_loss the router counts its tokens itself.
-            aux_scale = loss.new_tensor(1.0) if self._aux_loss_per_token else tokens.to(loss.dtype)
+            aux_scale = loss_scale * (loss.new_tensor(1.0) if self._aux_loss_per_token else tokens.to(loss.dtype))
             loss = loss * accumulate
         MoEAuxLossAutoScaler.set_loss_scale(aux_scale)
         return loss
 
+    def after_backward(self) -> None:
+        """Let ``grad`` be the buffer."""
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+            trained.grad = parameter.main_grad  # type: ignore[attr-defined]
+        self._holds = True
+
+    def _drop_unwanted(self) -> None:
+        """Empty the buffers if ``zero_grad()`` was called since the last backward."""
+        if self._holds and all(trained.grad is None for trained in self._trained):
+            self.clear()
+
     def finalize(self) -> None:
-        """Reduce and scale the gradients and hand them to ``parameter.grad``. A collective over all processes.
+        """Reduce and scale the gradients in ``grad``, if that is not done yet. A collective over all processes.
 
         Raises:
             ValueError: If microbatches of one step, on any rank, differ in whether they give ``num_tokens``.
         """
+        self._drop_unwanted()
+        if self._finalized:
+            return
         finalize_model_grads([self._ddp])
         # Counted over all replicas first, so that one that skipped its microbatches decides as the others do.
         tokens = 0 if self._num_tokens is None else self._num_tokens
@@ -102,25 +145,45 @@ class GradientReducer:
         plain_losses, token_losses, num_tokens = counts.tolist()
         if plain_losses and token_losses:
             raise ValueError(
-                "training_step returned num_tokens for some microbatches of an optimizer step and not for others: "
+                "num_tokens was given for some microbatches of an optimizer step and not for others: "
                 "return {'loss': summed, 'num_tokens': n} always, or a mean always"
             )
         self._ddp.scale_gradients(1.0 / (max(num_tokens, 1) if token_losses else self._parallel.sizes.data))
-        for parameter in self._parameters:
-            parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
+        self.after_backward()
+        self._finalized = True
 
     def clear(self) -> None:
-        """Empty the buffers. Must follow each step: a gradient left aliased would be accumulated twice by the next."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Empty the buffers, after each optimizer step."""
+        for trained in self._trained:
+            trained.grad = None
         self._ddp.zero_grad_buffer()
         self._plain_losses, self._token_losses, self._num_tokens = 0, 0, None
+        self._holds, self._finalized = False, False
+
+    def check_known(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer trains only what is reduced.
+
+        Raises:
+            RuntimeError: If it holds a trainable parameter that was frozen, or not in the model, at set-up.
+        """
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        unknown = sum(id(p) not in self._ids for p in held)
+        if unknown:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds {unknown} trainable parameter(s) whose gradients are not reduced: "
+                "they were unfrozen or made after set-up. Unfreeze before it (configure_model; in Fabric before "
+                "setup), and set a group's learning rate to zero for as long as it should rest"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates."""
-        with self._ddp.no_sync():
-            yield
+        self.is_accumulating = True
+        try:
+            with self._ddp.no_sync():
+                yield
+        finally:
+            self.is_accumulating = False
 
     def close(self) -> None:
         """Disable the hooks on the parameters and free the buffers."""
@@ -133,27 +196,29 @@ class GradientReducer:
         del self._ddp.module
         for adapter in self._adapters:
             adapter.defer_sums(False)
-        for parameter in self._parameters:
-            parameter.grad = None
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+            trained.grad = None
             for name in ("main_grad", "grad_added_to_main_grad"):
                 if hasattr(parameter, name):
                     delattr(parameter, name)
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], parallel: ParallelContext) -> Tensor:
-    """The 2-norm of all gradients together, each logical element counted once, equal on every rank.
+def global_grad_norm(parameters: Iterable[nn.Parameter], parallel: ParallelContext, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, each logical element counted once, equal on every rank.
 
     Sharded parameters are summed over the processes that hold the other shards; replicated ones count once. Experts
-    have their own groups.
+    have their own groups. At most three scalars are all-reduced.
 
     Args:
         parameters: Parameters; those without a gradient are passed over.
         parallel: The layout.
+        norm_type: Exponent p > 0; ``inf`` is the largest absolute value.
 
     Returns:
         A scalar.
     """
-    squares: dict[str, list[Tensor]] = {"replicated": [], "tensor": [], "expert": [], "expert_sharded": []}
+    powers: dict[str, list[Tensor]] = {"replicated": [], "tensor": [], "expert": [], "expert_sharded": []}
+    largest = math.isinf(norm_type)
     device = None
     for parameter in parameters:
         device = parameter.device if device is None else device
@@ -164,32 +229,47 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], parallel: ParallelConte
             kind = "expert_sharded" if sharded else "expert"
         # A kind is present on all ranks or on none; a missing gradient must not make the ranks disagree on it.
         grad = parameter.grad
-        squares[kind].append(torch.zeros((), device=device) if grad is None else grad.norm().square())
+        norm = torch.zeros((), device=device) if grad is None else torch.linalg.vector_norm(grad, norm_type)
+        powers[kind].append(norm if largest else norm**norm_type)
     groups = {"tensor": parallel.tp_group, "expert": parallel.ep_group, "expert_sharded": parallel.expert_model_group}
-    total = torch.zeros((), device=device)
-    for kind, values in squares.items():
+    op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+    totals = [torch.zeros((), device=device)]
+    for kind, values in powers.items():
         if not values:
             continue
-        square = torch.stack(values).sum()
+        total = torch.stack(values).max() if largest else torch.stack(values).sum()
         if kind in groups and groups[kind].size() > 1:
-            torch.distributed.all_reduce(square, group=groups[kind])
-        total = total + square
-    return total.sqrt()
+            torch.distributed.all_reduce(total, op=op, group=groups[kind])
+        totals.append(total)
+    return torch.stack(totals).max() if largest else torch.stack(totals).sum() ** (1.0 / norm_type)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, parallel: ParallelContext) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    parallel: ParallelContext,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``.
 
     Args:
         parameters: Parameters with gradients.
         max_norm: The bound.
         parallel: The layout.
+        norm_type: See :func:`global_grad_norm`.
+        error_if_nonfinite: Whether to raise, on every rank, if the norm is not finite.
 
     Returns:
         The norm before.
+
+    Raises:
+        RuntimeError: If the norm is not finite and that is an error; gradients are left as they are.
     """
     parameters = list(parameters)
-    norm = global_grad_norm(parameters, parallel)
+    norm = global_grad_norm(parameters, parallel, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the global gradient norm is {norm.item()}: nothing was clipped (error_if_nonfinite=True)")
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))

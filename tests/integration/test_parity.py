@@ -67,7 +67,7 @@ def compare(ranks: list[dict[str, Any]], expected: Run, sequence: bool) -> dict[
         for site in tiny.SITES:
             owner = "mlp" if "fc" in site else "self_attention"
             for factor in ("a", "b"):
-                key = (f"model.decoder.layers.{layer}.{owner}.{site}", factor)
+                key = (f"decoder.layers.{layer}.{owner}.{site}", factor)
                 for step in range(tiny.STEPS):
                     value = whole(ranks, [rank["gradients"][step][key] for rank in ranks], key)
                     note("gradient", relative_error(value, expected.gradients[step][layer, site, factor]))

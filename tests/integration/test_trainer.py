@@ -12,11 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor
-from lightning_mcore_lora.strategy.engine import Engine
-from lightning_mcore_lora.strategy.resumable import ResumableLoader
+from lightning_mcore_lora.checkpoint import check_can_save
+from lightning_mcore_lora.strategy.loaders import ResumableLoader
 from lightning_mcore_lora.strategy.seeding import get_random_state, set_random_state
 from tests import runs, tiny
 from tests.workers import WorkerError, WorkerPool
+
+CPU = torch.device("cpu")
 
 
 class Module(runs.TinyModule):
@@ -176,7 +178,7 @@ class Noisy(torch.utils.data.Dataset):
 
 def test_resumable_loader_continues_order_and_draws() -> None:
     torch.manual_seed(1)
-    loader = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), lambda: 3)
+    loader = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), CPU, lambda: 3)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
@@ -185,7 +187,7 @@ def test_resumable_loader_continues_order_and_draws() -> None:
     straight = [batch.item() for batch in iterator], torch.rand(()).item()
 
     torch.manual_seed(99)  # another process
-    other = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), lambda: 0)
+    other = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), CPU, lambda: 0)
     other.load_state_dict(place)
     other.epoch_start = start
     set_random_state(now)
@@ -193,7 +195,7 @@ def test_resumable_loader_continues_order_and_draws() -> None:
 
 
 def test_resumable_loader_at_an_epochs_end() -> None:
-    loader = ResumableLoader(DataLoader(Noisy(), batch_size=4), lambda: 2)
+    loader = ResumableLoader(DataLoader(Noisy(), batch_size=4), CPU, lambda: 2)
     loader.load_state_dict({"batches": 2})
     assert len(list(loader)) == 2, "the next epoch begins whole"
     loader.load_state_dict({"batches": 1})
@@ -243,7 +245,7 @@ def _refuse(directory: str, case: str) -> None:
         trainer = runs.trainer(strategy, "local", **options)
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore
     elif case == "precision":
-        trainer = runs.trainer(strategy, "local", precision="bf16-true", **options)
+        trainer = runs.trainer(strategy, "local", precision="64-true", **options)
     elif case == "other strategy":
         trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[LoRASPCallback()], logger=False, **options)
     elif case == "no model":
@@ -266,11 +268,11 @@ def _refuse(directory: str, case: str) -> None:
     [
         ("no adapters", r"Module has no trainable parameter: add LoRASPCallback\(\)"),
         ("two optimizers", "configure_optimizers returned 2 optimizers"),
-        ("LBFGS", "LBFGS runs its closure several times a step"),
-        ("precision", "precision='bf16-true' is not supported by MCoreTP yet"),
+        ("LBFGS", "LBFGS is not supported by MCoreTP: it runs its closure several times a step"),
+        ("precision", "precision='64-true' is not supported by MCoreTP: use one of"),
         ("other strategy", r"LoRASPCallback needs Trainer\(strategy=MCoreTP\(...\)\), not SingleDeviceStrategy"),
         ("no model", "holds none of Megatron-Core's parallel linears: build it before"),
-        ("mixed losses", "returned num_tokens for some microbatches .* and not for others"),
+        ("mixed losses", "num_tokens was given for some microbatches .* and not for others"),
     ],
 )
 def test_refused_with_the_fix(workers: WorkerPool, tiny_llama: Path, case: str, match: str) -> None:
@@ -278,13 +280,13 @@ def test_refused_with_the_fix(workers: WorkerPool, tiny_llama: Path, case: str, 
         workers(1, _refuse, str(tiny_llama), case)
 
 
-def test_trainable_experts_are_refused() -> None:
+def test_trainable_grouped_experts_are_refused() -> None:
     module = torch.nn.Linear(1, 1)
     module.weight.allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(NotImplementedError, match=r"training expert parameters .* freeze \['weight'\]"):
-        Engine._refuse_experts(module)
+    with pytest.raises(NotImplementedError, match=r"training grouped expert weights .* freeze \['weight'\]"):
+        check_can_save(module)
     module.weight.requires_grad_(False)
-    Engine._refuse_experts(module)
+    check_can_save(module)
 
 
 def _validate_from(directory: str, out: str) -> tuple[float, float, bool, list[float]]:

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mcore_lora import LoRASPCallback, MCoreTP, build_gpt_model, load_hf_weights
-from lightning_mcore_lora.checkpoint import trainable
 from tests import tiny
 
 
@@ -89,7 +88,7 @@ def main() -> None:
     optimizer = trainer.optimizers[0].state_dict()
     torch.save(
         {
-            "weights": {name: p.detach() for name, p in trainable(module).items()},
+            "weights": trainer.strategy.lightning_module_state_dict(),
             "moments": [optimizer["state"][i] for i in sorted(optimizer["state"])],
             "rate": optimizer["param_groups"][0]["lr"],
             "step": trainer.global_step,

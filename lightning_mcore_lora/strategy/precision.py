@@ -1,0 +1,126 @@
+"""Precision: what is cast, what is kept in float32, and what all ranks must agree on."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_mcore_lora.adapters import adapters
+
+SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+#: Marks of Megatron-Core on a parameter, by which it is reduced, counted and saved.
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+
+
+def check_precision(precision: Any) -> None:
+    """Check Lightning's ``precision`` setting.
+
+    Raises:
+        NotImplementedError: If it is not supported, naming those that are.
+    """
+    if str(precision) not in SUPPORTED:
+        raise NotImplementedError(f"precision={str(precision)!r} is not supported by MCoreTP: use one of {SUPPORTED}")
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a module's parameters in place, but keep the adapters' factors in float32.
+
+    Buffers are left alone: Megatron-Core keeps the ones it has in the dtype that it needs.
+    """
+    kept = {id(p) for _, adapter in adapters(module) for p in adapter.parameters()}
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
+class HalfPrecision(FabricHalfPrecision):
+    """Fabric's ``bf16-true``, which would cast the adapters too."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast all but adapters."""
+        return convert(module, self._desired_input_dtype)
+
+
+def for_fabric(precision: FabricPrecision | None) -> FabricPrecision | None:
+    """The plugin to use in place of Fabric's own."""
+    return HalfPrecision("bf16-true") if getattr(precision, "precision", None) == "bf16-true" else precision
+
+
+def agree_on_overflow(plugin: Any) -> None:
+    """Have a gradient scaler skip a step on every rank if any rank found an overflow."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return
+    plugin.scaler = ShardedGradScaler(
+        device=plugin.device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+        process_group=torch.distributed.group.WORLD,
+    )
+
+
+def loss_scale(plugin: Any) -> float:
+    """What the plugin's gradient scaler multiplies a loss with."""
+    scaler = getattr(plugin, "scaler", None)
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    master = nn.Parameter(parameter.detach().float())
+    for name in _MARKS:
+        if hasattr(parameter, name):
+            setattr(master, name, getattr(parameter, name))
+    return master
+
+
+class Masters:
+    """Float32 stand-ins for trainable parameters of lower precision.
+
+    The optimizer trains the stand-ins; after each step the parameters are their rounded copies. Float32 parameters,
+    adapters among them, stand for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def stand_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make the masters of these parameters; one that is there stays, unless its parameter was set since."""
+        before, self._pairs = self._pairs, {}
+        for parameter in parameters:
+            if parameter.dtype == torch.float32:
+                continue
+            pair = before.get(id(parameter))
+            if pair is None or not torch.equal(pair[1].to(parameter.dtype), parameter):
+                pair = (parameter, _master(parameter))
+            self._pairs[id(parameter)] = pair
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer trains for ``parameter``."""
+        return self._pairs[id(parameter)][1] if id(parameter) in self._pairs else parameter
+
+    def give_to(self, optimizer: Optimizer) -> None:
+        """Put the masters into an optimizer that was made with the parameters."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.of(parameter) for parameter in group["params"]]
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """Round the masters into the parameters."""
+        for parameter, master in self._pairs.values():
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def load(self, parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+        """Set parameters and their masters by name."""
+        for name, value in values.items():
+            self.of(parameters[name]).copy_(value)
+        self.copy_back()
