@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_mcore_lora.parallel import ParallelContext
+
 Message = dict[str, str]
 EXPECTED = (
     'expected {"prompt": "...", "completion": "..."} or '
@@ -211,15 +213,16 @@ class ChatDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches."""
-        return self._loader(self.training, self.seed)
+        assert self.trainer is not None
+        return self.loader(self.training, self.seed, self.trainer.strategy.parallel)
 
     def val_dataloader(self) -> DataLoader:
         """The held-out part."""
-        return self._loader(self.validation, None)
-
-    def _loader(self, samples: list[Sample], seed: int | None) -> DataLoader:
         assert self.trainer is not None
-        parallel = self.trainer.strategy.parallel
+        return self.loader(self.validation, None, self.trainer.strategy.parallel)
+
+    def loader(self, samples: list[Sample], seed: int | None, parallel: ParallelContext) -> DataLoader:
+        """This data-parallel rank's batches of ``samples``."""
         lengths = [len(sample.tokens) for sample in samples]
         batches = LengthSortedBatches(lengths, self.batch_size, parallel.dp_rank, parallel.sizes.data, seed)
         # Sequence parallelism splits the sequence evenly over the tensor-parallel group.

@@ -5,9 +5,26 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lightning_mcore_lora import build_gpt_model, load_hf_weights
+
+
+def token_losses(gpt: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Loss of every token, ``[batch, sequence]``."""
+    inputs = batch["inputs"]
+    positions = torch.arange(inputs.shape[1], device=inputs.device)[None].expand_as(inputs)
+    return gpt(inputs, positions, None, labels=batch["labels"])
+
+
+def linear_schedule(optimizer: torch.optim.Optimizer, steps: int, warmup_steps: int) -> LambdaLR:
+    """A learning rate that rises for ``warmup_steps``, then falls to zero at ``steps``."""
+
+    def factor(step: int) -> float:
+        return min((step + 1) / (warmup_steps + 1), max(0.0, 1 - step / steps))
+
+    return LambdaLR(optimizer, factor)
 
 
 class SFTModule(pl.LightningModule):
@@ -39,9 +56,7 @@ class SFTModule(pl.LightningModule):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Loss of every token, ``[batch, sequence]``."""
-        inputs = batch["inputs"]
-        positions = torch.arange(inputs.shape[1], device=inputs.device)[None].expand_as(inputs)
-        return self.gpt(inputs, positions, None, labels=batch["labels"])
+        return token_losses(self.gpt, batch)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         """Summed loss and number of answer tokens: each token of an optimizer step weighs the same."""
@@ -66,10 +81,6 @@ class SFTModule(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW over what is trainable: the adapters."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.0)
-        total = max(1, int(self.trainer.estimated_stepping_batches))
-
-        def factor(step: int) -> float:
-            return min((step + 1) / (self.warmup_steps + 1), max(0.0, 1 - step / total))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        steps = max(1, int(self.trainer.estimated_stepping_batches))
+        schedule = linear_schedule(optimizer, steps, self.warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -169,7 +169,7 @@ class ParallelContext:
             tensor_model_parallel_size=sizes.tensor,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
-            distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
             create_gloo_process_groups=False,
         )
         return context

@@ -143,6 +143,7 @@ def reduced_step(
         dim = parameter.partition_dim if sharded else None
         gradients[_global_name(name, model.config, parallel)] = (rank, dim, parameter.grad.clone())
     norm = global_grad_norm([p for p in model.parameters() if p.requires_grad], parallel).item()
+    reducer.close()  # its hooks would hold the model, and the model its groups
     return {"loss": loss.item(), "gradients": gradients, "norm": norm}
 
 

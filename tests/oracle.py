@@ -18,6 +18,11 @@ class _LowRank(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.scale * self.b @ self.a
 
+    def add_to_output(self, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        x = args[0]
+        z = nn.functional.linear(x, self.a.to(x.dtype)) * self.scale
+        return output + nn.functional.linear(z, self.b.to(z.dtype)).to(output.dtype)
+
 
 @dataclass
 class Run:
@@ -31,24 +36,35 @@ class Run:
 
 
 class Oracle:
-    """The tiny Llama with trainable low-rank factors; q, k, v share one A, and so do gate and up."""
+    """The tiny Llama with trainable low-rank factors; q, k, v share one A, and so do gate and up.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Where the model is.
+        precision: ``None`` is float64, the oracle proper. With one of Lightning's names it is what one process gets in
+            that precision: float32 factors, whose product with the input is added to the linear's output.
+    """
+
+    def __init__(self, directory: Path, precision: str | None = None) -> None:
         from transformers import LlamaForCausalLM
 
-        self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+        self.precision = precision
+        dtype = {None: torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+        self.model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
         self.model.requires_grad_(False)
         self.a: dict[tuple[int, str], nn.Parameter] = {}
         self.b: dict[tuple[int, str], dict[str, nn.Parameter]] = {}
         for i, layer in enumerate(self.model.model.layers):
             for site in tiny.SITES:
-                values = tiny.factors(i, site, torch.float64)
+                values = tiny.factors(i, site, torch.float32 if precision else torch.float64)
                 self.a[i, site] = nn.Parameter(values.a)
                 self.b[i, site] = {name: nn.Parameter(value) for name, value in values.b.items()}
                 for name, b in self.b[i, site].items():
                     owner = layer.mlp if hasattr(layer.mlp, name) else layer.self_attn
                     low_rank = _LowRank(self.a[i, site], b, tiny.ALPHA / tiny.RANK)
-                    nn.utils.parametrize.register_parametrization(getattr(owner, name), "weight", low_rank)
+                    if precision:
+                        getattr(owner, name).register_forward_hook(low_rank.add_to_output)
+                    else:
+                        nn.utils.parametrize.register_parametrization(getattr(owner, name), "weight", low_rank)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All factors."""
@@ -64,6 +80,10 @@ class Oracle:
             result[layer, site, "b"] = tiny.fuse_rows(site, {name: read(b) for name, b in self.b[layer, site].items()})
         return result
 
+    def _autocast(self) -> torch.autocast:
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
+        return torch.autocast("cpu", dtype, enabled=dtype is not None)
+
     def train(self, clip: float, weights: Tensor | None = None) -> Run:
         """Five optimizer steps.
 
@@ -74,7 +94,9 @@ class Oracle:
         run, optimizer = Run(), torch.optim.AdamW(self.parameters(), lr=1e-3, eps=tiny.ADAM_EPS)
         for samples in tiny.tokens().split(tiny.SAMPLES_PER_STEP):
             embedded = self.model.model.embed_tokens(samples[:, :-1]).detach().requires_grad_()
-            logits = self.model(inputs_embeds=embedded).logits
+            with self._autocast():
+                logits = self.model(inputs_embeds=embedded).logits
+            logits = logits.to(torch.float32 if self.precision else torch.float64)
             losses = nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten(), reduction="none")
             if weights is None:
                 loss = losses.mean()
@@ -83,7 +105,10 @@ class Oracle:
                 mask = weights[first : first + tiny.SAMPLES_PER_STEP].flatten()
                 loss = (losses * mask).sum() / mask.sum()
             optimizer.zero_grad()
-            loss.backward()
+            scale = 2.0**16 if self.precision == "16-mixed" else 1.0  # of float16 gradients, as a scaler begins
+            (loss * scale).backward()
+            for parameter in self.parameters():
+                parameter.grad /= scale
             run.losses.append(loss.item())
             run.gradients.append(self._fused("grad"))
             if len(run.losses) == 1:

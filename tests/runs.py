@@ -5,7 +5,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_mcore_lora import LoRAConfig, LoRASPCallback, MCoreTP, apply_lora, build_gpt_model, load_hf_weights
@@ -13,6 +15,7 @@ from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.parallel import ParallelContext
 from lightning_mcore_lora.strategy.gradients import global_grad_norm
 from tests import tiny
+from tests.workers import AT_END
 
 CLIP = 0.5
 
@@ -109,9 +112,9 @@ def set_random_factors(model: torch.nn.Module) -> None:
         adapter.load_full(values.a, tiny.fuse_rows(site, values.b))
 
 
-def trainer(strategy: MCoreTP, mode: str, *, callbacks: tuple = (), **kwargs: Any) -> pl.Trainer:
-    """A quiet Trainer over the processes of this call."""
-    lora = LoRASPCallback(rank=tiny.RANK, alpha=tiny.ALPHA, sequence_mode=mode, verbose=False)
+def trainer(strategy: MCoreTP, mode: str | None, *, callbacks: tuple = (), **kwargs: Any) -> pl.Trainer:
+    """A quiet Trainer over the processes of this call; ``mode=None`` is without adapters."""
+    lora = [LoRASPCallback(rank=tiny.RANK, alpha=tiny.ALPHA, sequence_mode=mode, verbose=False)] if mode else []
     defaults = {
         "max_steps": tiny.STEPS,
         "accumulate_grad_batches": 2,
@@ -125,7 +128,7 @@ def trainer(strategy: MCoreTP, mode: str, *, callbacks: tuple = (), **kwargs: An
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
         strategy=strategy,
-        callbacks=[lora, *callbacks],
+        callbacks=[*lora, *callbacks],
         **(defaults | kwargs),
     )
 
@@ -141,13 +144,51 @@ def train(
     """Five steps; returns this rank's view."""
     strategy = MCoreTP(tensor_parallel_size=tp, sequence_parallel=sequence)
     module = TinyModule(directory, token_weights)
-    trainer(strategy, mode, precision=precision).fit(module)
+    # On the CPU the Trainer would take bf16-mixed for 16-mixed, unless it is given the plugin.
+    plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))
+    half = {"plugins": [plugin]} if precision == "16-mixed" else {"precision": precision}
+    trainer(strategy, mode, **half).fit(module)
     return {
         **view(module.model, strategy.parallel),
         "losses": module.losses,
         "norms": module.norms,
         "input_gradient": module.inputs[0].grad,
         "gradients": module.gradients,
+    }
+
+
+class FullModule(TinyModule):
+    """Trains every weight, without adapters."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory, random_factors=False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parallel, trained = self.trainer.strategy.parallel, self.trainer.strategy.engine.trained(self.model)
+        self.norms.append(global_grad_norm(trained.values(), parallel).item())
+        self.gradients.append({name: p.grad.clone() for name, p in trained.items()})
+
+
+def train_full(directory: str, tp: int, sequence: bool, precision: str = "32-true") -> dict[str, Any]:
+    """Five steps of full fine-tuning; returns this rank's view."""
+    strategy = MCoreTP(tensor_parallel_size=tp, sequence_parallel=sequence)
+    module = FullModule(directory)
+    trainer(strategy, None, precision=precision).fit(module)
+    trained = strategy.engine.trained(module.model)
+    return {
+        "tp_rank": strategy.parallel.tp_rank,
+        "dp_rank": strategy.parallel.dp_rank,
+        "norms": module.norms,
+        "gradients": module.gradients,
+        "weights": {name: p.detach().clone() for name, p in trained.items()},
+        "marks": {
+            name: (
+                getattr(p, "tensor_model_parallel", False),
+                getattr(p, "partition_dim", -1),
+                getattr(p, "partition_stride", 1),
+            )
+            for name, p in trained.items()
+        },
     }
 
 
@@ -164,7 +205,8 @@ def view(model: torch.nn.Module, parallel: ParallelContext) -> dict[str, Any]:
 
 
 def fabric(strategy: MCoreTP, **kwargs: Any) -> Fabric:
-    """Fabric over the processes of this call."""
+    """Fabric over the processes of this call; it has no end of its own."""
+    AT_END.append(strategy.engine.stop)
     fabric = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy, **kwargs)
     fabric.launch()
     return fabric

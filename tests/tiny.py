@@ -58,7 +58,7 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCAB, (STEPS * SAMPLES_PER_STEP, SEQUENCE + 1), generator=generator)
 
 
-def config() -> "object":
+def config(tied: bool = False) -> "object":
     """The transformers config."""
     from transformers import LlamaConfig
 
@@ -71,17 +71,17 @@ def config() -> "object":
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=64,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.3,
     )
 
 
-def write(directory: Path, max_shard_size: str = "5GB") -> Path:
+def write(directory: Path, max_shard_size: str = "5GB", tied: bool = False) -> Path:
     """Save the model with random weights and norms that are not one."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(11)
-    model = LlamaForCausalLM(config())  # type: ignore[arg-type]
+    model = LlamaForCausalLM(config(tied))  # type: ignore[arg-type]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

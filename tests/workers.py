@@ -18,6 +18,8 @@ from typing import Any
 
 PRELOAD = ["tests.preload"]
 TIMEOUT_S = 120
+#: Called when a worker has run its function: what the function started and nothing else ends.
+AT_END: list[Callable[[], None]] = []
 
 
 class WorkerError(AssertionError):
@@ -55,6 +57,8 @@ def _run(rank: int, function: Callable, args: tuple, kwargs: dict, world_size: i
     except BaseException as error:
         return False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:
+        while AT_END:
+            AT_END.pop()()
         while cpu_backend.is_active():
             cpu_backend.undo()
         parallel_state.destroy_model_parallel()

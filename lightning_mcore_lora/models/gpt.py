@@ -82,7 +82,7 @@ def build_gpt_model(
         position_embedding_type="rope",
         rotary_base=rotary_base,
     )
-    _mark_parameters(model, parallel.sizes)
+    _mark_parameters(model, config, parallel.sizes)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)
     return model
 
@@ -108,21 +108,24 @@ def _config_for(sizes: ParallelSizes, fields: dict[str, Any], use_te: bool) -> T
     return TransformerConfig(**fields)
 
 
-def _mark_parameters(model: torch.nn.Module, sizes: ParallelSizes) -> None:
-    """Complete Megatron-Core's marks on weights, by which gradients are reduced and counted.
+def _mark_parameters(model: torch.nn.Module, config: TransformerConfig, sizes: ParallelSizes) -> None:
+    """Complete Megatron-Core's marks on weights, by which gradients are reduced and counted, and shards are saved.
 
     Sharded weights are marked only where Megatron-Core initialises them. Experts are marked as reduced over their own
-    data-parallel group at EP > 1, but they need it at EP = 1 too when ETP is not TP.
+    data-parallel group at EP > 1, but they need it at EP = 1 too when ETP is not TP. Gate and up are sharded each.
     """
     own_group = sizes.expert > 1 or sizes.expert_tensor != sizes.tensor
-    for module in model.modules():
+    for name, module in model.named_modules():
         for cls, dim in _SHARDED_DIM.items():
             weight = getattr(module, "weight", None)
             if isinstance(module, cls) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, True, dim, 1)
+            if name.endswith("linear_fc1") and config.gated_linear_unit and isinstance(module, cls):
+                for parameter in module.parameters(recurse=False):
+                    parameter.partition_stride = 2
         if getattr(module, "is_expert", False):
             for parameter in module.parameters(recurse=False):
-                parameter.allreduce = not own_group  # type: ignore[attr-defined]
+                parameter.allreduce = not own_group
 
 
 def _with_sequence_parallel_norms(spec: Any) -> Any:

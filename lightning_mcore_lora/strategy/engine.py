@@ -5,7 +5,7 @@ The Trainer's and Fabric's faces are thin: they speak each framework's words to 
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,7 +31,13 @@ from lightning_mcore_lora.strategy.loaders import EvenLoader, ResumableLoader, s
 from lightning_mcore_lora.strategy.precision import Masters
 from lightning_mcore_lora.strategy.watch import PeerWatch, watch
 
-_REDUCE_OPS = ("mean", "avg", "sum")
+_REDUCE_OPS = {
+    "mean": torch.distributed.ReduceOp.AVG,
+    "avg": torch.distributed.ReduceOp.AVG,
+    "sum": torch.distributed.ReduceOp.SUM,
+    "min": torch.distributed.ReduceOp.MIN,
+    "max": torch.distributed.ReduceOp.MAX,
+}
 
 #: Optimizers that do not fit, and why.
 REFUSED_OPTIMIZERS: dict[type, str] = {
@@ -148,16 +154,21 @@ class Engine:
         for transform in self._transforms:
             transform(module)
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, settings: Mapping[str, Any]) -> None:
         """Make the module ready to train: everything that is frozen is frozen by now.
 
+        Args:
+            module: The module.
+            settings: What else all processes must have in common.
+
         Raises:
-            DisagreementError: If processes built different models or adapters.
+            DisagreementError: If processes differ in their models, adapters or settings.
             NotImplementedError: If what is trainable could not be saved.
         """
         assert self.parallel is not None
         config = {name: (a.rank, a.scale, a.placement.name, a.placement.mode) for name, a in adapters(module)}
-        agreement.check_same("Models or adapters", agreement.module_facts(module) | {"adapters": config})
+        facts = {**agreement.module_facts(module), "adapters": config, **settings}
+        agreement.check_same("Models, adapters or settings", facts)
         check_can_save(module)
         if self.reducer is not None:
             self.reducer.close()
@@ -172,6 +183,7 @@ class Engine:
         Raises:
             ValueError: If nothing is left.
             NotImplementedError: If it is one that does not fit.
+            DisagreementError: If processes differ in it.
         """
         for kind, reason in REFUSED_OPTIMIZERS.items():
             if isinstance(optimizer, kind):
@@ -185,6 +197,8 @@ class Engine:
                 f"{type(optimizer).__name__} holds no trainable parameter: make it from the model's parameters() after "
                 "the adapters are there (configure_optimizers; in Fabric after apply_lora)"
             )
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        agreement.check_same("Optimizers", {"optimizer": type(optimizer).__name__, "its settings": settings})
         self.masters.give_to(optimizer)
         if self.reducer is not None:
             self.reducer.check_known(optimizer)
@@ -243,11 +257,10 @@ class Engine:
         group = self.samples_group(group)
         if isinstance(reduce_op, str):
             if reduce_op.lower() not in _REDUCE_OPS:
-                raise ValueError(f"reduce_op={reduce_op!r} must be one of {_REDUCE_OPS} or a ReduceOp")
-            mean, op = reduce_op.lower() != "sum", torch.distributed.ReduceOp.SUM
-        else:
-            mean = reduce_op in (None, torch.distributed.ReduceOp.AVG)
-            op = torch.distributed.ReduceOp.SUM if mean else reduce_op
+                raise ValueError(f"reduce_op={reduce_op!r} must be one of {tuple(_REDUCE_OPS)} or a ReduceOp")
+            reduce_op = _REDUCE_OPS[reduce_op.lower()]
+        mean = reduce_op in (None, torch.distributed.ReduceOp.AVG)
+        op = torch.distributed.ReduceOp.SUM if mean else reduce_op
         result = tensor.clone()
         if mean and not result.is_floating_point():
             result = result.float()

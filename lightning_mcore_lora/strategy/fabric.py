@@ -69,7 +69,7 @@ class FabricFace(Processes, ParallelStrategy):
                 f"{type(self).__name__} reduces the gradients of one model, and {type(module).__name__} is the second "
                 "with trainable parameters: hold both in one nn.Module, or freeze one"
             )
-        self.engine.prepare(module)
+        self.engine.prepare(module, {"precision": self.precision.precision})
         return module
 
     @override

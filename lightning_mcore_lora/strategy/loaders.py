@@ -95,8 +95,9 @@ class EvenLoader:
         lengths = self._everyone(-1 if length is None else length)
         if len(set(lengths)) > 1:
             raise DataLengthError(
-                f"batches of an epoch by rank: {lengths}. They must be equal: use Lightning's distributed sampler, or "
-                "divide the samples by strategy.distributed_sampler_kwargs and pad or drop the last"
+                f"batches of an epoch by rank: {lengths}. They must be equal (in training, and with expert parallelism "
+                "always): use Lightning's distributed sampler, or divide the samples by "
+                "strategy.distributed_sampler_kwargs, and pad or drop the last; predict pads nothing"
             )
         if length is not None or len(lengths) == 1:
             yield from iterator

@@ -73,7 +73,7 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
         expert_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        peer_timeout: timedelta = timedelta(minutes=1),
+        peer_timeout: timedelta = timedelta(minutes=5),
         start_method: str = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

@@ -29,6 +29,21 @@ REFUSED_CALLBACKS = {
     "ModelPruning": "it replaces parameters by masked copies, whose gradients are not reduced",
 }
 
+#: Settings of the Trainer in which processes must not differ: each decides which collective comes next.
+SAME_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "max_epochs",
+    "max_steps",
+    "overfit_batches",
+    "precision",
+    "val_check_interval",
+)
+
 
 class TrainerFace(Processes, ParallelStrategy):
     """Speaks the Trainer's words to the engine."""
@@ -44,7 +59,6 @@ class TrainerFace(Processes, ParallelStrategy):
         module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None
-        self._refuse(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine.transform(module)
@@ -53,12 +67,19 @@ class TrainerFace(Processes, ParallelStrategy):
         self.model_to_device()
         agree_on_overflow(self.precision_plugin)
         if fitting:
-            self.engine.prepare(module)
+            self.engine.prepare(module, {name: getattr(trainer, name) for name in SAME_SETTINGS})
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    @override
+    def setup_environment(self) -> None:
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            self._refuse(module._trainer)
+        Processes.setup_environment(self)
 
     def _refuse(self, trainer: "pl.Trainer") -> None:
         check_precision(self.precision_plugin.precision)

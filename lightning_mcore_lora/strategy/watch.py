@@ -86,7 +86,7 @@ class PeerWatch:
     def _find_cause(self) -> str | None:
         """Who failed: the one that said so, or the ones that show no sign of life for a while."""
         before = self._beats()
-        for _ in range(6):
+        for _ in range(4):
             time.sleep(INTERVAL_S)
             if failure := self._read_failure():
                 return failure

@@ -46,13 +46,13 @@ class Module(pl.LightningModule):
 
 
 class Kill(pl.Callback):
-    """Ends this process in the middle of a step, as the kernel would."""
+    """Ends this process in the middle of a step, as the kernel would; on one rank, or on all."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, rank: int | None) -> None:
+        self.step, self.rank = step, rank
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and self.rank in (None, trainer.global_rank):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kill-at", type=int, default=-1)
+    parser.add_argument("--kill-rank", type=int)
+    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--resume")
     args = parser.parse_args()
     pl.seed_everything(1, verbose=False)
@@ -71,6 +73,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=args.devices,
+        num_nodes=args.nodes,
         strategy=MCoreTP(tensor_parallel_size=args.tp),
         max_steps=args.steps,
         accumulate_grad_batches=2,
@@ -81,7 +84,7 @@ def main() -> None:
         callbacks=[
             LoRASPCallback(rank=4, verbose=False),
             ModelCheckpoint(dirpath=args.out, every_n_train_steps=3, save_top_k=-1, filename="{step}"),
-            Kill(args.kill_at),
+            Kill(args.kill_at, args.kill_rank),
         ],
     )
     trainer.fit(module, ckpt_path=args.resume)

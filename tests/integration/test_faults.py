@@ -1,0 +1,63 @@
+"""When one process fails, every other ends soon and says which one it was; nothing is left running."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import faults
+from tests.integration.test_resume import free_port
+
+LIMIT_S = 30
+#: (world, TP, failing rank) of each combination of place and kind, in turn.
+LAYOUTS = [(2, 2, 1), (2, 1, 0), (2, 2, 0)]
+COMBINATIONS = [
+    (place, kind, *layout, face)
+    for (place, kind), (layout, face) in itertools.product(
+        itertools.product(faults.PLACES, faults.KINDS), zip(LAYOUTS, ("trainer", "trainer", "fabric"), strict=True)
+    )
+] + [("forward", "freeze", 2, 2, 1, "trainer"), ("backward", "kill", 4, 2, 2, "trainer")]
+QUICK = {
+    ("forward", "raise", 2, 2, 1, "trainer"),
+    ("backward", "kill", 2, 1, 0, "trainer"),
+    ("collective", "hang", 2, 2, 0, "fabric"),
+    ("load", "exit", 2, 2, 1, "trainer"),
+    ("load", "raise", 2, 2, 0, "fabric"),
+    ("forward", "freeze", 2, 2, 1, "trainer"),
+}
+
+
+def test_there_are_fifty() -> None:
+    assert len(COMBINATIONS) == 50
+    assert len(QUICK & set(COMBINATIONS)) == len(QUICK)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(c, marks=() if c in QUICK else pytest.mark.full, id="-".join(map(str, c))) for c in COMBINATIONS],
+)
+def test_all_end_and_say_why(tiny_llama: Path, tmp_path: Path, fault: Any) -> None:
+    place, kind, world, tp, failing, face = fault
+    processes, outputs, elapsed = faults.run(
+        tiny_llama,
+        tmp_path / "out",
+        world=world,
+        tp=tp,
+        place=place,
+        kind=kind,
+        failing=failing,
+        face=face,
+        port=free_port(),
+    )
+    assert elapsed < LIMIT_S
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        if rank == failing and kind in ("kill", "freeze"):
+            continue
+        assert process.exitcode not in (0, -9), (rank, process.exitcode, output[-2000:])
+        reason = rf"rank {failing}\b" if kind != "hang" else rf"(rank {failing}\b|ran into its time-out|imed out)"
+        if rank != failing:
+            assert re.search(reason, output), output[-2000:]
+        elif kind == "raise":
+            assert "ZeroDivisionError: on purpose" in output

@@ -1,0 +1,153 @@
+"""Each precision errs no more than one process does in it, and ranks agree on what they skip."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.amp import GradScaler
+
+from lightning_mcore_lora import MCoreTP
+from tests import runs, tiny
+from tests.integration.test_parity import whole
+from tests.oracle import Oracle, Run
+from tests.workers import WorkerPool
+
+
+def names() -> list[tuple[tuple[str, str], tuple[int, str, str]]]:
+    """Key in the package, key in the oracle."""
+    return [
+        ((f"decoder.layers.{layer}.{'mlp' if 'fc' in site else 'self_attention'}.{site}", f), (layer, site, f))
+        for layer in range(tiny.LAYERS)
+        for site in tiny.SITES
+        for f in ("a", "b")
+    ]
+
+
+def distance(values: list[Tensor], references: list[Tensor]) -> float:
+    """Of all tensors together, relative."""
+    value, reference = (torch.cat([t.double().flatten() for t in ts]) for ts in (values, references))
+    return ((value - reference).norm() / reference.norm()).item()
+
+
+def errors(gradients: list[list[Tensor]], weights: list[Tensor], exact: Run) -> tuple[float, float]:
+    """Of the gradients, the worst step; and of the weights, in units of how far they moved."""
+    keys = [key for _, key in names()]
+    worst = max(distance(g, [e[key] for key in keys]) for g, e in zip(gradients, exact.gradients, strict=True))
+    begin = {(layer, site): tiny.factors(layer, site, torch.float64) for layer, site, _ in keys}
+    start = [
+        begin[layer, site].a if f == "a" else tiny.fuse_rows(site, begin[layer, site].b) for layer, site, f in keys
+    ]
+    moved = torch.cat([(exact.factors[key] - s).flatten() for key, s in zip(keys, start, strict=True)]).norm()
+    missed = torch.cat([(w - exact.factors[key]).flatten() for key, w in zip(keys, weights, strict=True)]).norm()
+    return worst, (missed / moved).item()
+
+
+@pytest.mark.parametrize("train", [runs.train, pytest.param(runs.train_fabric, marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_errs_no_more_than_one_process(
+    workers: WorkerPool, tiny_llama: Path, oracle_run: Run, precision: str, train: Any, request: Any
+) -> None:
+    if train is runs.train_fabric and precision == "16-mixed":
+        pytest.skip("Fabric takes bf16-mixed for 16-mixed on the CPU")
+    one_process = Oracle(tiny_llama, precision).train(runs.CLIP)
+    keys = [key for _, key in names()]
+    bounds = errors(
+        [[g[key] for key in keys] for g in one_process.gradients], [one_process.factors[k] for k in keys], oracle_run
+    )
+    assert bounds[0] > 1e-4, "half precision shows"
+    layouts = [(1, False, 1, "local"), (2, True, 2, "local"), (2, True, 1, "regather")]
+    if request.config.getoption("-m") != "not full":
+        layouts += [(2, False, 1, "gather"), (3, True, 1, "local"), (1, False, 2, "gather")]
+    for tp, sp, dp, mode in layouts:
+        ranks = workers(tp * dp, train, str(tiny_llama), tp, sp, mode, precision=precision)
+        gradients = [
+            [whole(ranks, [rank["gradients"][step][key] for rank in ranks], key) for key, _ in names()]
+            for step in range(tiny.STEPS)
+        ]
+        weights = [whole(ranks, [rank["factors"][key] for rank in ranks], key) for key, _ in names()]
+        assert all(w.dtype == torch.float32 for w in weights)
+        found = errors(gradients, weights, oracle_run)
+        assert found[0] < 2 * bounds[0], (tp, sp, dp, mode, found, bounds)
+        assert found[1] < 2 * bounds[1], (tp, sp, dp, mode, found, bounds)
+
+
+# -- masters ---------------------------------------------------------------------------------------------------
+
+
+class Unfreeze(pl.Callback):
+    """Trains a norm beside the adapters."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.strategy.register_transform(lambda module: module.model.decoder.final_layernorm.requires_grad_())
+
+
+class SmallSteps(runs.TinyModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=3e-3)
+
+
+def _masters(directory: str, precision: str) -> dict[str, Any]:
+    strategy = MCoreTP(tensor_parallel_size=2)
+    module = SmallSteps(directory)
+    trainer = runs.trainer(strategy, "local", precision=precision, callbacks=(Unfreeze(),), gradient_clip_val=None)
+    trainer.fit(module)
+    norm = module.model.decoder.final_layernorm.weight
+    others = {p.dtype for name, p in module.named_parameters() if ".lora." not in name}
+    first = strategy.engine.masters.of(norm).detach().clone()
+    trainer.fit_loop.epoch_loop.max_steps = 2 * tiny.STEPS
+    trainer.fit(module)
+    return {
+        "dtypes": others,
+        "rounded": norm.detach().clone(),
+        "first": first,
+        "master": strategy.engine.masters.of(norm),
+    }
+
+
+def test_small_steps_are_not_lost_to_rounding(workers: WorkerPool, tiny_llama: Path) -> None:
+    exact = workers(2, _masters, str(tiny_llama), "32-true")
+    for rank, reference in zip(workers(2, _masters, str(tiny_llama), "bf16-true"), exact, strict=True):
+        assert rank["dtypes"] == {torch.bfloat16}
+        assert rank["master"].dtype == torch.float32
+        assert torch.equal(rank["rounded"], rank["master"].bfloat16())
+        assert (rank["master"] - rank["rounded"].float()).abs().max() > 0, "the master knows more"
+        # The steps add up over both fits as in float32; in bfloat16 most would be rounded away.
+        start = reference["master"].detach() - 0
+        moved = (rank["master"] - rank["first"]).detach(), (start - reference["first"]).detach()
+        assert distance([moved[0]], [moved[1]]) < 0.1
+
+
+# -- overflow --------------------------------------------------------------------------------------------------
+
+
+class Overflow(runs.TinyModule):
+    """One rank finds an infinite gradient in its own shard, in the second step."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 0:
+            shard = next(p for p in runs.factors_of(self.model).values() if p.tensor_model_parallel)
+            if shard.grad is not None:
+                shard.grad.view(-1)[0] = float("inf")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        factors = torch.cat([p.detach().flatten() for p in runs.factors_of(self.model).values()])
+        self.trace = [*getattr(self, "trace", []), factors]
+
+
+def _overflow(directory: str) -> dict[str, Any]:
+    module = Overflow(directory)
+    plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))
+    runs.trainer(
+        MCoreTP(tensor_parallel_size=2), "local", plugins=[plugin], accumulate_grad_batches=1, max_steps=3
+    ).fit(module)
+    steps = [torch.equal(a, b) for a, b in zip(module.trace, module.trace[1:], strict=False)]
+    return {"skipped": steps, "scale": plugin.scaler.get_scale()}
+
+
+def test_all_ranks_skip_an_overflow(workers: WorkerPool, tiny_llama: Path) -> None:
+    for rank in workers(2, _overflow, str(tiny_llama)):
+        assert rank == {"skipped": [True, False], "scale": 2.0**9}
