@@ -21,7 +21,7 @@ from tests.workers import PRELOAD
 
 PLACES = ("forward", "backward", "collective", "load")
 KINDS = ("raise", "kill", "exit", "hang")
-TIMEOUT, PEER_TIMEOUT = timedelta(seconds=6), timedelta(seconds=4)
+TIMEOUT, PEER_TIMEOUT = timedelta(seconds=5), timedelta(seconds=3)
 STEP = 2
 
 

@@ -62,6 +62,17 @@ class LoRASPCallback(pl.Callback):
             )
         trainer.strategy.register_transform(self._apply)
 
+    def on_after_setup(self, **kwargs: Any) -> None:
+        """Called by Fabric.
+
+        Raises:
+            TypeError: Always: by now the optimizer holds the whole model.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is for the Trainer: with Fabric call apply_lora(model, LoRAConfig(...)) before "
+            "fabric.setup"
+        )
+
     def _apply(self, module: nn.Module) -> None:
         if next(adapters(module), None):  # a second fit, or validate after fit
             return

@@ -10,12 +10,15 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_mcore_lora.strategy import launchers
+from lightning_mcore_lora.strategy.engine import REFUSED_OPTIMIZERS
 from lightning_mcore_lora.strategy.loaders import ResumableLoader
 from lightning_mcore_lora.strategy.precision import agree_on_overflow, check_precision, convert, loss_scale
 from lightning_mcore_lora.strategy.processes import Processes
@@ -98,7 +101,12 @@ class TrainerFace(Processes, ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        super().setup_optimizers(trainer)
+        try:
+            super().setup_optimizers(trainer)
+        except MisconfigurationException as error:  # Lightning knows torch's optimizers only
+            reason = REFUSED_OPTIMIZERS[MegatronOptimizer]
+            error.add_note(f"Megatron-Core's optimizers are not supported by MCoreTP: {reason}")
+            raise
         if len(self.optimizers) > 1:
             raise NotImplementedError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; {type(self).__name__} reduces all "

@@ -64,6 +64,7 @@ def test_first_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.pretrained
+@pytest.mark.full
 @pytest.mark.usefixtures("smollm2")
 def test_lightning_cli(tmp_path: Path) -> None:
     # At TP=3 as in the file; cut short.
@@ -98,17 +99,16 @@ def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.pretrained
-@pytest.mark.parametrize("compare", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
 @pytest.mark.usefixtures("smollm2")
-def test_finetune_in_fabric(tmp_path: Path, compare: bool) -> None:
+def test_finetune_in_fabric_gives_the_trainers_numbers(tmp_path: Path) -> None:
     options = ["--max-steps=1", "--max-samples=12", "--batch-size=2", "--max-length=96", f"--out={tmp_path}"]
     output = run(sys.executable, "examples/finetune_fabric.py", *options)
     found = re.findall(r"Held-out loss .*", output)
     assert len(found) == 1
-    if compare:
-        assert found == re.findall(r"Held-out loss .*", run(sys.executable, "examples/finetune.py", *options))
-        longer = ["--max-steps=2", f"--resume={tmp_path}/last.ckpt", *options[1:]]
-        assert "Held-out loss" in run(sys.executable, "examples/finetune_fabric.py", *longer)
+    assert found == re.findall(r"Held-out loss .*", run(sys.executable, "examples/finetune.py", *options))
+    longer = ["--max-steps=2", f"--resume={tmp_path}/last.ckpt", *options[1:]]
+    assert "Held-out loss" in run(sys.executable, "examples/finetune_fabric.py", *longer)
 
 
 @pytest.mark.pretrained

@@ -5,29 +5,30 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mcore_lora import MCoreTP, build_gpt_model
+from lightning_mcore_lora import LoRASPCallback, MCoreTP, build_gpt_model
 from tests import runs, tiny
-from tests.integration.test_parity import GRADIENT_BOUND, LOSS_BOUND, compare
+from tests.integration.test_parity import GRADIENT_BOUND, LAYOUTS, LOSS_BOUND, MODES, compare
 from tests.oracle import Oracle, Run
 from tests.workers import WorkerError, WorkerPool
 
+#: (TP, SP, DP, mode) of the quick run; the full one has the Trainer's whole matrix.
+QUICK = {(1, False, 2, "local"), (2, True, 1, "regather"), (2, True, 2, "local")}
+CASES = [
+    pytest.param(*layout, mode, marks=() if (*layout, mode) in QUICK else pytest.mark.full)
+    for layout in LAYOUTS
+    for mode in MODES
+]
 
-@pytest.mark.parametrize(
-    ("tp", "sp", "dp", "mode", "in_setup"),
-    [
-        (1, False, 2, "local", False),
-        (2, True, 1, "regather", True),
-        (2, True, 2, "local", False),
-        pytest.param(2, False, 2, "gather", True, marks=pytest.mark.full),
-        pytest.param(3, True, 1, "local", False, marks=pytest.mark.full),
-    ],
-)
+
+@pytest.mark.parametrize(("tp", "sp", "dp", "mode"), CASES)
 def test_equals_oracle_and_trainer(
-    workers: WorkerPool, tiny_llama: Path, oracle_run: Run, tp: int, sp: bool, dp: int, mode: str, in_setup: bool
+    workers: WorkerPool, tiny_llama: Path, oracle_run: Run, tp: int, sp: bool, dp: int, mode: str
 ) -> None:
-    ranks = workers(tp * dp, runs.train_fabric, str(tiny_llama), tp, sp, mode, in_setup=in_setup)
+    # Adapters come before set-up or in it.
+    ranks = workers(tp * dp, runs.train_fabric, str(tiny_llama), tp, sp, mode, in_setup=mode == "regather")
     errors = compare(ranks, oracle_run, sp)
     assert errors["gradient"] < GRADIENT_BOUND, errors
     assert errors["input"] < GRADIENT_BOUND, errors
@@ -152,13 +153,17 @@ def test_second_model(workers: WorkerPool, tiny_llama: Path) -> None:
 
 
 def _refuse(directory: str, case: str) -> None:
-    fabric = runs.fabric(MCoreTP(), precision="64-true" if case == "precision" else "32-true")
+    callbacks = [LoRASPCallback()] if case == "callback" else []
+    fabric = runs.fabric(MCoreTP(), precision="64-true" if case == "precision" else "32-true", callbacks=callbacks)
     model = runs.model_for_fabric(fabric, directory, "local", in_setup=case == "optimizer made before")
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2 if case == "two optimizers" else 1)]
     if case == "optimizer first":
         fabric.setup_optimizers(*optimizers)
     if case == "LBFGS":
         optimizers = [torch.optim.LBFGS(model.parameters())]
+    if case == "distributed optimizer":
+        optimizers = [object.__new__(DistributedOptimizer)]  # type: ignore[list-item]
+        optimizers[0].__dict__["optimizer"] = torch.optim.SGD(model.parameters(), lr=1.0)
     if case == "backward":
         fabric.backward(torch.ones((), requires_grad=True))
     fabric.setup(model, *optimizers)
@@ -172,6 +177,8 @@ def _refuse(directory: str, case: str) -> None:
         ("optimizer first", r"set up the model before its optimizer: fabric.setup\(model, optimizer\)"),
         ("optimizer made before", r"SGD holds no trainable parameter: .* in Fabric after apply_lora"),
         ("LBFGS", "LBFGS is not supported by MCoreTP"),
+        ("distributed optimizer", r"DistributedOptimizer is not supported by MCoreTP: .* \(its distributed form too\)"),
+        ("callback", r"LoRASPCallback is for the Trainer: with Fabric call apply_lora"),
         ("backward", r"backward before fabric.setup\(model, optimizer\)"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import faults
-from tests.integration.test_resume import free_port
+from tests.launch import free_port
 
 LIMIT_S = 30
 #: (world, TP, failing rank) of each combination of place and kind, in turn.

@@ -6,79 +6,47 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore_lora import MCoreTP
 from lightning_mcore_lora.strategy.environment import cuda_defaults
-from tests.integration.test_resume import ROOT, assert_equal, final, finish, free_port, start
-
-SCRIPT = str(ROOT / "tests/scripts/tiny_fit.py")
-
-
-def agents(options: list[Any], environments: list[dict[str, str]], *launcher: str) -> list[subprocess.Popen]:
-    """One process an environment, each of which runs the script."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    inherited |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, *launcher, SCRIPT, *map(str, options)],
-            env=inherited | environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for environment in environments
-    ]
+from lightning_mcore_lora.strategy.launchers import SpawnLauncher
+from tests import launch
+from tests.integration.test_resume import assert_equal, final
 
 
-@pytest.fixture(scope="module")
-def straight(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("straight")
-    finish(start("--model", tiny_llama, "--out", out, "--steps", 2))
-    return out
-
-
-def two_torchruns(port: int) -> tuple[list[dict[str, str]], list[str]]:
-    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    return [{"PET_NODE_RANK": "0"}, {"PET_NODE_RANK": "1"}], [*launcher, f"--master-port={port}"]
-
-
-def two_nodes(port: int) -> tuple[list[dict[str, str]], list[str]]:
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    return [common | {"NODE_RANK": "0"}, common | {"NODE_RANK": "1"}], []
-
-
-def slurm(port: int) -> tuple[list[dict[str, str]], list[str]]:
-    common = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "tune",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_NNODES": "2",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_LOCALID": "0",
-        "MASTER_PORT": str(port),
-    }
-    return [common | {"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)} for i in (0, 1)], []
-
-
-@pytest.mark.parametrize("way", [two_torchruns, slurm, pytest.param(two_nodes, marks=pytest.mark.full)])
-def test_two_agents(tiny_llama: Path, tmp_path: Path, straight: Path, way: Any) -> None:
-    environments, launcher = way(free_port())
-    options = ["--model", tiny_llama, "--out", tmp_path, "--steps", 2, "--devices", 1, "--nodes", 2]
-    for process in agents(options, environments, *launcher):
-        finish(process)
+@pytest.mark.full
+def test_nodes_by_hand(tiny_llama: Path, tmp_path: Path) -> None:
+    """torchrun and SLURM are in ``test_resume.py``."""
+    for name, way in (("script", launch.script), ("nodes", launch.two_nodes)):
+        (tmp_path / name).mkdir()
+        launch.finish(*way("--model", tiny_llama, "--out", tmp_path / name, "--steps", 2))
     for rank in (0, 1):
-        assert_equal(final(straight, rank), final(tmp_path, rank))
+        assert_equal(final(tmp_path / "script", rank), final(tmp_path / "nodes", rank))
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_spawn(tiny_llama: Path, tmp_path: Path, more: bool) -> None:
+def test_what_may_follow_a_spawned_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = SpawnLauncher(MCoreTP(start_method="spawn"))
+    monkeypatch.setattr(_MultiProcessingLauncher, "launch", lambda *args, **kwargs: "launched")
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING))
+
+    def entry(model: Any, ckpt_path: str | None = None) -> None: ...
+
+    assert launcher.launch(entry, None, None, trainer=trainer) == "launched"
+    with pytest.raises(RuntimeError, match=r"the processes that trained ended with fit\(\), .* ckpt_path='best'"):
+        launcher.launch(entry, None, None, trainer=trainer)
+    assert launcher.launch(entry, None, "last", trainer=trainer) == "launched"
+
+
+@pytest.mark.full
+def test_spawn(tiny_llama: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -88,9 +56,8 @@ def test_spawn(tiny_llama: Path, tmp_path: Path, more: bool) -> None:
             str(tiny_llama),
             "--out",
             str(tmp_path),
-            *["--more"] * more,
         ],
-        cwd=ROOT,
+        cwd=launch.ROOT,
         env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -102,15 +69,14 @@ def test_spawn(tiny_llama: Path, tmp_path: Path, more: bool) -> None:
         assert "the processes that trained ended with fit(), and their weights with them" in result[entry]
         assert "ckpt_path='best', 'last' or a path" in result[entry]
     assert result["last"] == result["after fit"]
-    if more:
-        assert result["longer"] != result["after fit"]
-        assert result["fabric"] > 0
+    assert result["longer"] != result["after fit"]
+    assert result["fabric"] > 0
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_process_ends_the_scripts(tiny_llama: Path, tmp_path: Path, rank: int) -> None:
     """The launcher's own processes: no orphan, whichever is killed."""
-    process = start("--model", tiny_llama, "--out", tmp_path, "--kill-at", 1, "--kill-rank", rank)
+    (process,) = launch.script("--model", tiny_llama, "--out", tmp_path, "--kill-at", 1, "--kill-rank", rank)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     if rank:  # whichever is first: this package, or Lightning's launcher

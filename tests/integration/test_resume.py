@@ -1,48 +1,15 @@
 """A killed run continues to the bit; checkpoints hold whole tensors; what does not fit is refused."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import runs, tiny
+from tests import launch, runs, tiny
 from tests.workers import WorkerError, WorkerPool
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(*options: Any, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
-    """Run the training script, by itself or through torchrun."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "tests.scripts.tiny_fit", *map(str, options)]
-        if not launcher
-        else [sys.executable, *launcher, str(ROOT / "tests/scripts/tiny_fit.py"), *map(str, options)],
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> None:
-    output, _ = process.communicate(timeout=150)
-    assert process.returncode == code, output[-3000:]
 
 
 def final(folder: Path, rank: int) -> dict[str, Any]:
@@ -64,21 +31,20 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize(("devices", "tp"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.full)])
-def test_killed_run_continues_bitwise(tiny_llama: Path, tmp_path: Path, devices: int, tp: int) -> None:
+@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_killed_run_continues_bitwise(tiny_llama: Path, tmp_path: Path, tp: int) -> None:
     # Eight steps of two batches pass the end of the first epoch at TP=1 and DP=2; the kill comes in mid-epoch.
-    common = ["--model", tiny_llama, "--devices", devices, "--tp", tp]
-    # The straight run is launched by torchrun, the others by the script itself: that must make no difference either.
+    common = ["--model", tiny_llama, "--tp", tp]
+    # Started by two torchruns, by the script itself, and by SLURM: that must make no difference either.
     (tmp_path / "straight").mkdir()
-    torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={devices}", f"--master-port={free_port()}")
-    straight = start(*common, "--out", tmp_path / "straight", launcher=torchrun)
-    killed = start(*common, "--out", tmp_path / "killed", "--kill-at", 7)
-    finish(straight)
-    finish(killed, -signal.SIGKILL)
+    straight = launch.two_torchruns(*common, "--out", tmp_path / "straight")
+    killed = launch.script(*common, "--out", tmp_path / "killed", "--kill-at", 7)
+    launch.finish(*straight)
+    launch.finish(*killed, code=-signal.SIGKILL)
     checkpoints = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert checkpoints == ["step=3.ckpt", "step=6.ckpt"]
-    finish(start(*common, "--out", tmp_path / "killed", "--resume", tmp_path / "killed" / "step=6.ckpt"))
-    for rank in range(devices):
+    launch.finish(*launch.slurm(*common, "--out", tmp_path / "killed", "--resume", tmp_path / "killed" / "step=6.ckpt"))
+    for rank in range(2):
         one, other = final(tmp_path / "straight", rank), final(tmp_path / "killed", rank)
         assert one["step"] == 8
         assert_equal(one, other)

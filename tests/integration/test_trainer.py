@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -241,6 +242,9 @@ def _refuse(directory: str, case: str) -> None:
         trainer = runs.trainer(strategy, "local", gradient_clip_val=None, accumulate_grad_batches=1, **options)
         module.automatic_optimization = False
         module.configure_optimizers = lambda: [torch.optim.SGD(module.parameters(), lr=1.0) for _ in range(2)]  # type: ignore
+    elif case == "distributed optimizer":
+        trainer = runs.trainer(strategy, "local", **options)
+        module.configure_optimizers = lambda: object.__new__(DistributedOptimizer)  # type: ignore
     elif case == "LBFGS":
         trainer = runs.trainer(strategy, "local", **options)
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore
@@ -268,6 +272,7 @@ def _refuse(directory: str, case: str) -> None:
     [
         ("no adapters", r"Module has no trainable parameter: add LoRASPCallback\(\)"),
         ("two optimizers", "configure_optimizers returned 2 optimizers"),
+        ("distributed optimizer", "Megatron-Core's optimizers are not supported by MCoreTP: it scales, reduces, clips"),
         ("LBFGS", "LBFGS is not supported by MCoreTP: it runs its closure several times a step"),
         ("precision", "precision='64-true' is not supported by MCoreTP: use one of"),
         ("other strategy", r"LoRASPCallback needs Trainer\(strategy=MCoreTP\(...\)\), not SingleDeviceStrategy"),

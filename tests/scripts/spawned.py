@@ -56,7 +56,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--more", action="store_true")
     args = parser.parse_args()
     pl.seed_everything(1, verbose=False)
     module, spawning = Validating(args.model), trainer(args.out, 2)
@@ -67,10 +66,9 @@ if __name__ == "__main__":
         "fit": refused(lambda: spawning.fit(module)),
         "last": spawning.validate(module, ckpt_path="last", verbose=False)[0]["val_loss"],
     }
-    if args.more:
-        spawning.fit_loop.epoch_loop.max_steps = 4
-        spawning.fit(module, ckpt_path="last")
-        result["longer"] = spawning.callback_metrics["val_loss"].item()
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=MCoreTP(2, start_method="spawn"))
-        result["fabric"] = fabric.launch(in_fabric, args.model)
+    spawning.fit_loop.epoch_loop.max_steps = 4
+    spawning.fit(module, ckpt_path="last")
+    result["longer"] = spawning.callback_metrics["val_loss"].item()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=MCoreTP(2, start_method="spawn"))
+    result["fabric"] = fabric.launch(in_fabric, args.model)
     print(json.dumps(result))
