@@ -29,7 +29,7 @@ def held_out_loss(fabric: Fabric, model: torch.nn.Module, loader: Any) -> float:
     mean = MeanMetric(process_group=fabric.strategy.data_parallel_group).to(fabric.device)
     model.eval()
     for batch in loader:
-        tokens = batch["mask"].sum()
+        tokens = batch["mask"].sum(dtype=torch.float32)
         mean.update((token_losses(model, batch) * batch["mask"]).sum() / tokens, tokens)
     model.train()
     return mean.compute().item()
@@ -82,7 +82,8 @@ def main() -> None:
         for i, batch in enumerate(loader, start=state["step"] % each * args.accumulate):
             last = (i + 1) % args.accumulate == 0 or i + 1 == len(loader)
             with fabric.no_backward_sync(model, enabled=not last):
-                loss, tokens = (token_losses(model, batch) * batch["mask"]).sum(), batch["mask"].sum()
+                loss = (token_losses(model, batch) * batch["mask"]).sum()
+                tokens = batch["mask"].sum(dtype=torch.float32)
                 fabric.backward(loss, num_tokens=tokens)  # each token of an optimizer step weighs the same
             if not last:
                 continue

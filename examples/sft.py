@@ -60,14 +60,14 @@ class SFTModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         """Summed loss and number of answer tokens: each token of an optimizer step weighs the same."""
-        loss, tokens = (self(batch) * batch["mask"]).sum(), batch["mask"].sum()
+        loss, tokens = (self(batch) * batch["mask"]).sum(), batch["mask"].sum(dtype=torch.float32)
         self.log("train_loss", loss.detach() / tokens, prog_bar=True, batch_size=1)
         return {"loss": loss, "num_tokens": tokens}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Collect the held-out loss."""
         assert self.held_out_loss is not None
-        loss, tokens = (self(batch) * batch["mask"]).sum(), batch["mask"].sum()
+        loss, tokens = (self(batch) * batch["mask"]).sum(), batch["mask"].sum(dtype=torch.float32)
         self.held_out_loss.update(loss / tokens, tokens)
 
     def on_validation_epoch_end(self) -> None:

@@ -146,6 +146,8 @@ def _child(rank: int, world: int, port: int, out: str, face: str, args: tuple, f
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PL_GLOBAL_SEED": "7"}
     try:
         (_with_fabric if face == "fabric" else _with_trainer)(*args, kind if fails else None)
+    except SystemExit:
+        raise  # no hook hears of it
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type] # as the end of a script does
         sys.stderr.flush()

@@ -88,7 +88,8 @@ def build_gpt_model(
 
 
 def _config_for(sizes: ParallelSizes, fields: dict[str, Any], use_te: bool) -> TransformerConfig:
-    fields = fields | {
+    fields = {"params_dtype": torch.get_default_dtype()} | fields  # of bf16-true, for one
+    fields |= {
         "tensor_model_parallel_size": sizes.tensor,
         "sequence_parallel": sizes.sequence_parallel,
         "expert_model_parallel_size": sizes.expert,

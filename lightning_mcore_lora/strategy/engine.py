@@ -81,7 +81,6 @@ class Engine:
         self.reducer: GradientReducer | None = None
         self.masters = Masters()
         self.peers: PeerWatch | None = None
-        self._entries = 0
         self._transforms: list[Callable[[nn.Module], None]] = []
         self._random_state: dict[str, Any] | None = None
         self._patched = False
@@ -114,9 +113,7 @@ class Engine:
             self._patched = True
         sizes = self.sizes(world_size)
         if self.peers is None:
-            self._entries += 1
-            rank = torch.distributed.get_rank()
-            self.peers = watch(_get_default_store(), self._entries, rank, world_size, self.peer_timeout)
+            self.peers = watch(_get_default_store(), torch.distributed.get_rank(), world_size, self.peer_timeout)
             # Before any group is made: with different sizes the processes would wait for each other for ever.
             agreement.check_same("Code or parallel sizes", agreement.code_facts() | asdict(sizes))
         self.parallel = ParallelContext.create(sizes, self.timeout)
@@ -197,11 +194,14 @@ class Engine:
                 f"{type(optimizer).__name__} holds no trainable parameter: make it from the model's parameters() after "
                 "the adapters are there (configure_optimizers; in Fabric after apply_lora)"
             )
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        settings = [
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
         agreement.check_same("Optimizers", {"optimizer": type(optimizer).__name__, "its settings": settings})
         self.masters.give_to(optimizer)
         if self.reducer is not None:
-            self.reducer.check_known(optimizer)
+            self.reducer.adopt(optimizer)
 
     def trained(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Name to what is trained, and saved, of each trainable parameter: itself, or its float32 master."""

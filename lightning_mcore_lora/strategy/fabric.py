@@ -16,7 +16,13 @@ from typing_extensions import override
 from lightning_mcore_lora.strategy import launchers
 from lightning_mcore_lora.strategy.engine import Engine
 from lightning_mcore_lora.strategy.loaders import CountingLoader, ResumableLoader
-from lightning_mcore_lora.strategy.precision import agree_on_overflow, check_precision, for_fabric, loss_scale
+from lightning_mcore_lora.strategy.precision import (
+    agree_on_overflow,
+    check_precision,
+    check_scalable,
+    for_fabric,
+    loss_scale,
+)
 from lightning_mcore_lora.strategy.processes import Processes
 
 
@@ -61,9 +67,9 @@ class FabricFace(Processes, ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        self.engine.transform(module)
         if not any(p.requires_grad for p in module.parameters()):
             return module  # a model to look at
+        self.engine.transform(module)
         if self.engine.reducer is not None:
             raise NotImplementedError(
                 f"{type(self).__name__} reduces the gradients of one model, and {type(module).__name__} is the second "
@@ -76,6 +82,7 @@ class FabricFace(Processes, ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if self.engine.reducer is None:
             raise RuntimeError("set up the model before its optimizer: fabric.setup(model, optimizer)")
+        check_scalable(self.precision, optimizer)
         self.engine.adopt(optimizer)
         return optimizer
 
@@ -172,7 +179,8 @@ class FabricFace(Processes, ParallelStrategy):
                 values[key] = value.state_dict() if isinstance(value, _Stateful) else value
                 if key in keep:
                     values[key] = {name: item for name, item in values[key].items() if keep[key](name, item)}
-        rest = {"values": values, "model": model, "optimizers": list(optimizers)}
+        scaler = self.precision.state_dict()
+        rest = {"values": values, "model": model, "optimizers": list(optimizers), "precision": scaler}
         self.engine.save(str(path), rest, weights, list(optimizers.values()), list(loaders.values()), left_out)
 
     @override
@@ -192,9 +200,12 @@ class FabricFace(Processes, ParallelStrategy):
         loaded = self.engine.load(str(path), weights, list(optimizers.values()), strict and model is not None)
         values = loaded.rest["values"]
         saved = {*values, *loaded.rest["optimizers"], *([loaded.rest["model"]] if loaded.rest["model"] else [])}
-        _validate_keys_for_strict_loading(state.keys(), saved, strict=strict)
+        frozen = {key for key, value in state.items() if isinstance(value, nn.Module) and key != model}
+        _validate_keys_for_strict_loading(state.keys() - frozen, saved, strict=strict)
         if model is not None:
             self.engine.load_weights(state[model], loaded.weights)
+        if optimizers:
+            self.precision.load_state_dict(loaded.rest["precision"])
         for optimizer, optimizer_state in zip(optimizers.values(), loaded.optimizer_states, strict=False):
             optimizer.load_state_dict(optimizer_state)
         for key in [key for key in state if key in values]:
@@ -212,5 +223,7 @@ class FabricFace(Processes, ParallelStrategy):
         if len(models) > 1:
             raise NotImplementedError(f"the state holds several trainable models: {models}")
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+        if optimizers and not models:
+            raise ValueError(f"the state holds {list(optimizers)} without the model: its parameters name the state")
         loaders = {k: v for k, v in state.items() if isinstance(v, ResumableLoader)}
         return next(iter(models), None), optimizers, loaders

@@ -62,6 +62,7 @@ class GradientReducer:
             )
         self._trained = [masters.of(p) for p in self._parameters]
         self._ids = {id(p) for p in self._trained}
+        self._held = self._trained  # what zero_grad() of the optimizer reaches
         config = copy.copy(find_config(module))
         self._aux_loss_per_token = config.calculate_per_token_loss
         config.calculate_per_token_loss = True  # DDP then sums and never divides
@@ -93,6 +94,7 @@ class GradientReducer:
 
         Raises:
             RuntimeError: If the gradients of this step were reduced already.
+            ValueError: If ``num_tokens`` is of a dtype that rounds.
         """
         self._drop_unwanted()
         if self._finalized:
@@ -107,6 +109,11 @@ class GradientReducer:
             self._plain_losses += 1
             aux_scale = loss.new_tensor(loss_scale / accumulate)
         else:
+            if isinstance(num_tokens, Tensor) and num_tokens.is_floating_point() and num_tokens.element_size() < 4:
+                raise ValueError(
+                    f"num_tokens is {num_tokens.dtype}, which does not hold every count: sum the mask in another, "
+                    "mask.sum(dtype=torch.float32)"
+                )
             tokens = torch.as_tensor(num_tokens, dtype=torch.int64, device=loss.device).detach().reshape(())
             self._token_losses += 1
             self._num_tokens = tokens if self._num_tokens is None else self._num_tokens + tokens
@@ -124,7 +131,7 @@ class GradientReducer:
 
     def _drop_unwanted(self) -> None:
         """Empty the buffers if ``zero_grad()`` was called since the last backward."""
-        if self._holds and all(trained.grad is None for trained in self._trained):
+        if self._holds and all(held.grad is None for held in self._held):
             self.clear()
 
     def finalize(self) -> None:
@@ -159,6 +166,15 @@ class GradientReducer:
         self._ddp.zero_grad_buffer()
         self._plain_losses, self._token_losses, self._num_tokens = 0, 0, None
         self._holds, self._finalized = False, False
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take an optimizer for the one that steps.
+
+        Raises:
+            RuntimeError: See :meth:`check_known`.
+        """
+        self.check_known(optimizer)
+        self._held = [p for group in optimizer.param_groups for p in group["params"]]
 
     def check_known(self, optimizer: Optimizer) -> None:
         """Check that an optimizer trains only what is reduced.

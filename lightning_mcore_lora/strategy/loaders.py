@@ -180,6 +180,8 @@ class CountingLoader(ResumableLoader):
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
         super().__init__(loader, device, lambda: self._batches)
+        # Fabric copies attributes from here; it asks for none.
+        self.__dict__.update({name: value for name, value in vars(loader).items() if not name.startswith("_")})
         self._batches = 0
         self._epoch = -1
 

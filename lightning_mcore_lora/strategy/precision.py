@@ -68,6 +68,19 @@ def agree_on_overflow(plugin: Any) -> None:
     )
 
 
+def check_scalable(plugin: Any, optimizer: Optimizer) -> None:
+    """Check that an optimizer leaves unscaling to the gradient scaler, if there is one.
+
+    Raises:
+        NotImplementedError: If it unscales by itself: ranks would not agree on what to skip.
+    """
+    if getattr(plugin, "scaler", None) is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise NotImplementedError(
+            f"{type(optimizer).__name__}(fused=True) is not supported with precision='16-mixed': it looks for "
+            "overflows on its own rank only. Leave fused out, or use bf16-mixed"
+        )
+
+
 def loss_scale(plugin: Any) -> float:
     """What the plugin's gradient scaler multiplies a loss with."""
     scaler = getattr(plugin, "scaler", None)

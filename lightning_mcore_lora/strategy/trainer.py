@@ -20,7 +20,13 @@ from typing_extensions import override
 from lightning_mcore_lora.strategy import launchers
 from lightning_mcore_lora.strategy.engine import REFUSED_OPTIMIZERS
 from lightning_mcore_lora.strategy.loaders import ResumableLoader
-from lightning_mcore_lora.strategy.precision import agree_on_overflow, check_precision, convert, loss_scale
+from lightning_mcore_lora.strategy.precision import (
+    agree_on_overflow,
+    check_precision,
+    check_scalable,
+    convert,
+    loss_scale,
+)
 from lightning_mcore_lora.strategy.processes import Processes
 
 _COPIES = "it copies the whole model, frozen base and process groups included; average adapter checkpoints instead"
@@ -29,6 +35,7 @@ REFUSED_CALLBACKS = {
     "StochasticWeightAveraging": _COPIES,
     "WeightAveraging": _COPIES,
     "EMAWeightAveraging": _COPIES,
+    "OnExceptionCheckpoint": "an exception comes to one rank, and a checkpoint is written by all together",
     "ModelPruning": "it replaces parameters by masked copies, whose gradients are not reduced",
 }
 
@@ -50,6 +57,8 @@ SAME_SETTINGS = (
 
 class TrainerFace(Processes, ParallelStrategy):
     """Speaks the Trainer's words to the engine."""
+
+    _num_tokens: Tensor | int | None = None  # of the microbatch whose backward comes next
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -76,6 +85,7 @@ class TrainerFace(Processes, ParallelStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
     @override
     def setup_environment(self) -> None:
@@ -93,6 +103,11 @@ class TrainerFace(Processes, ParallelStrategy):
                         f"{type(callback).__name__} is not supported by {type(self).__name__}: "
                         f"{REFUSED_CALLBACKS[kind.__name__]}"
                     )
+            if getattr(callback, "save_on_exception", False):
+                raise NotImplementedError(
+                    f"{type(callback).__name__}(save_on_exception=True) is not supported by {type(self).__name__}: "
+                    f"{REFUSED_CALLBACKS['OnExceptionCheckpoint']}; use every_n_train_steps"
+                )
 
     @override
     def model_to_device(self) -> None:
@@ -113,6 +128,7 @@ class TrainerFace(Processes, ParallelStrategy):
                 "gradients at one step: return one optimizer with parameter groups"
             )
         for optimizer in self.optimizers:
+            check_scalable(self.precision_plugin, optimizer)
             self.engine.adopt(optimizer)
 
     @override
@@ -196,7 +212,15 @@ class TrainerFace(Processes, ParallelStrategy):
             return ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.engine.clip_grad_norm(self.precision_plugin.main_params(optimizer), float(clip_val))
+        self.engine.clip_grad_norm(self._reduced_parameters(optimizer), float(clip_val))
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        torch.nn.utils.clip_grad_value_(self._reduced_parameters(optimizer), clip_val)
+
+    def _reduced_parameters(self, optimizer: Optimizer) -> Any:
+        assert self.engine.reducer is not None
+        self.engine.reducer.finalize()  # under manual optimization nothing has yet
+        return self.precision_plugin.main_params(optimizer)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

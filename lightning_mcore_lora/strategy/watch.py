@@ -11,7 +11,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -28,33 +27,25 @@ class PeerWatch:
     """Watches the other processes of a run from a thread of its own.
 
     Args:
-        store: The store through which the processes met; a connection of its own is made.
+        store: The store through which the processes met, on a connection that nobody else waits in.
         rank: This process.
         world_size: Number of processes.
         silence: How long a process may show no sign of life.
-        end: Ends this process with a message; replaced in tests.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        silence: timedelta,
-        end: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, silence: timedelta) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._silence_s = silence.total_seconds()
-        self._end = end or _end_process
         self._stopped = threading.Event()
         self._failure: str | None = None
         self._set_beat(0)
         self._excepthook_before = sys.excepthook
         sys.excepthook = self._excepthook
-        self._at_exit = Finalize(None, self.stop, exitpriority=0)
-        threading.Thread(target=self._run, name="peer-watch", daemon=True).start()
+        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=0)
+        self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
+        self._thread.start()
 
     # -- from the main thread -----------------------------------------------------------------------------------------
 
@@ -62,11 +53,17 @@ class PeerWatch:
         """Leave in peace: no longer watch, nor be watched."""
         if not self._stopped.is_set():
             self._stopped.set()
+            self._thread.join(2 * INTERVAL_S)  # a sign of life after the farewell would be taken for one
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self._rank}", "left")
         self._at_exit.cancel()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._excepthook_before
+
+    def _stop_at_exit(self) -> None:
+        self.stop()
+        if self._rank == 0:
+            time.sleep(2 * INTERVAL_S)  # let the others read it, if this process holds the store
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this process fails with ``error``, and add to it what is known of the cause."""
@@ -93,8 +90,8 @@ class PeerWatch:
         now = self._beats()
         if now is None or before is None:
             return "rank 0, which holds the store, has gone"
-        silent = [rank for rank, (old, new) in enumerate(zip(before, now, strict=True)) if old == new != b"left"]
         left = [rank for rank, beat in enumerate(now) if beat == b"left"]
+        silent = [rank for rank in range(self._world_size) if before[rank] == now[rank] not in (b"", b"left")]
         if silent:
             return f"{_ranks(silent)} stopped without a word (killed, or frozen)"
         return f"{_ranks(left)} had finished already" if left else None
@@ -107,15 +104,18 @@ class PeerWatch:
 
     def _run(self) -> None:
         neighbour = (self._rank + 1) % self._world_size
-        beats, last, heard = 0, b"", time.monotonic()
+        beats, last, first, heard = 0, b"", b"", time.monotonic()
         while not self._stopped.wait(INTERVAL_S):
             beats += 1
             failure = self._read_failure()
             if failure is None:
                 try:
                     self._set_beat(beats)
-                    beat = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else last
+                    beat = self._read_beat(neighbour)
+                    first = self._read_beat(0)
                 except RuntimeError:
+                    if first == b"left":
+                        return  # it had nothing more to do
                     failure = "rank 0, which holds the store, has gone"
                 else:
                     if beat != last or beat in (b"", b"left"):
@@ -128,16 +128,19 @@ class PeerWatch:
                 if self._rank == 0:
                     print(f"[rank 0] {failure}; ending", file=sys.stderr, flush=True)
                 if not self._stopped.wait(PATIENCE_S):
-                    self._end(f"[rank {self._rank}] ends because {failure}")
+                    _end_process(f"[rank {self._rank}] ends because {failure}")
                 return
 
     def _set_beat(self, beat: int) -> None:
         self._store.set(f"beat/{self._rank}", str(beat))
 
+    def _read_beat(self, rank: int) -> bytes:
+        key = f"beat/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""
+
     def _beats(self) -> list[bytes] | None:
-        keys = [f"beat/{rank}" for rank in range(self._world_size)]
         try:
-            return [self._store.get(key) if self._store.check([key]) else b"left" for key in keys]
+            return [self._read_beat(rank) for rank in range(self._world_size)]
         except RuntimeError:
             return None
 
@@ -152,10 +155,11 @@ class PeerWatch:
             return self._failure
 
 
-def watch(store: Store, entry: int, rank: int, world_size: int, silence: timedelta) -> PeerWatch | None:
-    """Start watching; the ``entry``-th time in this process. ``None`` in a world of one."""
+def watch(store: Store, rank: int, world_size: int, silence: timedelta) -> PeerWatch | None:
+    """Start watching; ``None`` in a world of one. Each time that all ranks do is apart from those before."""
     if world_size == 1:
         return None
+    entry = store.add(f"mcore_tp/entries/{rank}", 1)
     own = store.clone()  # type: ignore[attr-defined] # a connection that no wait of the main thread blocks
     return PeerWatch(PrefixStore(f"mcore_tp/{entry}", own), rank, world_size, silence)
 

@@ -99,6 +99,8 @@ def _steps(directory: str) -> None:
     ):
         backward(slice(0, 2))
     optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"num_tokens is torch.bfloat16, which does not hold every count"):
+        fabric.backward(torch.ones((), requires_grad=True), num_tokens=torch.ones((), dtype=torch.bfloat16))
     # A closure.
     before = [p.detach().clone() for p in runs.factors_of(model).values()]
 
@@ -228,7 +230,10 @@ def _run(directory: str, out: str, stop_at: int | None, resume: bool, precision:
     model.decoder.final_layernorm.requires_grad_()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     loader = fabric.setup_dataloaders(DataLoader(tiny.tokens()[:8], batch_size=2, shuffle=True))
-    state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0, "note": {"keep": 1, "drop": 2}}
+    assert len(loader.dataset) == 8
+    teacher = torch.nn.Linear(1, 1).requires_grad_(False)
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "teacher": teacher}
+    state |= {"step": 0, "note": {"keep": 1, "drop": 2}}
     if resume:
         assert fabric.load(out, state) == {}
         assert state["note"] == {"keep": 1}
@@ -286,6 +291,8 @@ def _filtered(directory: str, out: str) -> None:
     assert (target["epoch"], rest) == (3, {})
     for key, p in factors.items():
         assert torch.equal(p, kept[key] if key[1] == "a" else torch.zeros_like(p))
+    with pytest.raises(ValueError, match=r"the state holds \['optimizer'\] without the model"):
+        fabric.save(out, {"optimizer": optimizer})
     with pytest.raises(ValueError, match="loads shards into what is there"):
         fabric.load(out)
     fabric.load_raw(out, model, strict=False)

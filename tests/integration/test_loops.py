@@ -169,7 +169,10 @@ def test_hooks_see_reduced_gradients(workers: WorkerPool, tiny_llama: Path, accu
 
 
 class Manual(Module):
-    """Its own loop: two backwards a step, weighted by tokens."""
+    """Its own loop: two backwards a step, weighted by tokens or by itself."""
+
+    how = "by tokens"
+    norm = 0.0
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
@@ -178,25 +181,48 @@ class Manual(Module):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer, (samples, _) = self.optimizers(), batch
         for mask in (torch.arange(tiny.SEQUENCE) < 9, torch.arange(tiny.SEQUENCE) >= 9):
-            losses = self(samples)
-            self.manual_backward((losses * mask).sum(), num_tokens=int(mask.sum()) * len(samples))
+            loss = (self(samples) * mask).sum()
+            if self.how != "plain":
+                self.manual_backward(loss, num_tokens=int(mask.sum()) * len(samples))
+            else:
+                self.manual_backward(loss / (tiny.SEQUENCE * len(samples)))
         self.grad = torch.cat([p.grad.flatten() for p in runs.factors_of(self.model).values()]).clone()
+        if self.how == "clipped":
+            self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+            self.norm = runs.global_grad_norm(self.parameters(), self.trainer.strategy.parallel).item()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _manual(directory: str, tp: int, automatic: bool) -> list[Tensor]:
-    module = (Hooks if automatic else Manual)(directory)
-    if automatic:
+def _manual(directory: str, tp: int, how: str) -> list[Tensor]:
+    module = (Hooks if how == "automatic" else Manual)(directory)
+    module.how = how
+    if how == "automatic":
         module.configure_gradient_clipping = lambda *args, **kwargs: None  # type: ignore[method-assign]
     trainer(tp, max_steps=2).fit(module)
     return [p.detach().clone() for p in runs.factors_of(module.model).values()]
 
 
+def _manual_clip(directory: str) -> tuple[float, list[Tensor]]:
+    module = Manual(directory)
+    module.how = "clipped"
+    trainer(2, max_steps=2).fit(module)
+    return module.norm, [p.detach().clone() for p in runs.factors_of(module.model).values()]
+
+
+def test_manual_clipping_is_of_reduced_gradients(workers: WorkerPool, tiny_llama: Path) -> None:
+    ranks = workers(4, _manual_clip, str(tiny_llama))
+    assert [norm for norm, _ in ranks] == pytest.approx([1e-3] * 4, rel=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][1], ranks[2][1], strict=True)), "replicas stay alike"
+
+
 def test_manual_optimization(workers: WorkerPool, tiny_llama: Path) -> None:
-    automatic, manual = (workers(2, _manual, str(tiny_llama), 1, automatic) for automatic in (True, False))
-    for one, other in zip(automatic[0], manual[0], strict=True):
-        assert torch.allclose(one, other, atol=2e-6)
+    automatic, *manual = (
+        workers(2, _manual, str(tiny_llama), 1, how)[0] for how in ("automatic", "by tokens", "plain")
+    )
+    for factors in manual:
+        for one, other in zip(automatic, factors, strict=True):
+            assert torch.allclose(one, other, atol=2e-6)
 
 
 # -- data ------------------------------------------------------------------------------------------------------
@@ -345,13 +371,16 @@ class Thaw(plc.BaseFinetuning):
 REFUSED = {
     "SWA": lambda: plc.StochasticWeightAveraging(1e-2),
     "EMA": lambda: plc.EMAWeightAveraging(),
+    "exception": lambda: plc.OnExceptionCheckpoint("."),
+    "saves on exception": lambda: plc.ModelCheckpoint(save_on_exception=True),
     "pruning": lambda: plc.ModelPruning("l1_unstructured", amount=0.5),
     "thaw": Thaw,
 }
 
 
 def _refused(directory: str, name: str) -> None:
-    trainer(1, max_epochs=2, callbacks=(REFUSED[name](),)).fit(Module(directory))
+    saves = "exception" in name
+    trainer(1, max_epochs=2, callbacks=(REFUSED[name](),), enable_checkpointing=saves).fit(Module(directory))
 
 
 @pytest.mark.parametrize(
@@ -359,6 +388,11 @@ def _refused(directory: str, name: str) -> None:
     [
         ("SWA", "StochasticWeightAveraging is not supported by MCoreTP: it copies the whole model"),
         ("EMA", "EMAWeightAveraging is not supported by MCoreTP: it copies the whole model"),
+        ("exception", "OnExceptionCheckpoint is not supported by MCoreTP: an exception comes to one rank"),
+        (
+            "saves on exception",
+            r"ModelCheckpoint\(save_on_exception=True\) is not supported .* use every_n_train_steps",
+        ),
         ("pruning", "ModelPruning is not supported by MCoreTP"),
         ("thaw", r"AdamW holds 1 trainable parameter\(s\) whose gradients are not reduced: .* Unfreeze before"),
     ],

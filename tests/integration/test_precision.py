@@ -14,7 +14,7 @@ from lightning_mcore_lora import MCoreTP
 from tests import runs, tiny
 from tests.integration.test_parity import whole
 from tests.oracle import Oracle, Run
-from tests.workers import WorkerPool
+from tests.workers import WorkerError, WorkerPool
 
 
 def names() -> list[tuple[tuple[str, str], tuple[int, str, str]]]:
@@ -146,6 +146,21 @@ def _overflow(directory: str) -> dict[str, Any]:
     ).fit(module)
     steps = [torch.equal(a, b) for a, b in zip(module.trace, module.trace[1:], strict=False)]
     return {"skipped": steps, "scale": plugin.scaler.get_scale()}
+
+
+class Fused(runs.TinyModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def _fused(directory: str) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu")
+    runs.trainer(MCoreTP(), "local", plugins=[plugin], gradient_clip_val=None).fit(Fused(directory))
+
+
+def test_an_optimizer_that_unscales_by_itself_is_refused(workers: WorkerPool, tiny_llama: Path) -> None:
+    with pytest.raises(WorkerError, match=r"AdamW\(fused=True\) is not supported with precision='16-mixed'"):
+        workers(1, _fused, str(tiny_llama))
 
 
 def test_all_ranks_skip_an_overflow(workers: WorkerPool, tiny_llama: Path) -> None:
