@@ -2,13 +2,17 @@
 
 import itertools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import faults
+from lightning_mcore_lora import MCoreTP
+from lightning_mcore_lora.strategy.watch import PATIENCE_S
+from tests import faults, runs
 from tests.launch import free_port
+from tests.workers import WorkerPool
 
 LIMIT_S = 30
 #: (world, TP, failing rank) of each combination of place and kind, in turn.
@@ -61,3 +65,26 @@ def test_all_end_and_say_why(tiny_llama: Path, tmp_path: Path, fault: Any) -> No
             assert re.search(reason, output), output[-2000:]
         elif kind == "raise":
             assert "ZeroDivisionError: on purpose" in output
+
+
+class Fails(runs.TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+
+class Slow(runs.TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(PATIENCE_S / 2)
+        return super().training_step(batch, batch_idx)
+
+
+def _twice(directory: str) -> int:
+    with pytest.raises(ZeroDivisionError):
+        runs.trainer(MCoreTP(2), "local").fit(Fails(directory))
+    again = runs.trainer(MCoreTP(2), "local", max_steps=3, accumulate_grad_batches=1)
+    again.fit(Slow(directory))
+    return again.global_step
+
+
+def test_a_failure_that_was_caught_is_over(workers: WorkerPool, tiny_llama: Path) -> None:
+    assert workers(2, _twice, str(tiny_llama)) == [3, 3]
