@@ -29,7 +29,6 @@ QUICK = {
     ("collective", "hang", 2, 2, 0, "fabric"),
     ("load", "exit", 2, 2, 1, "trainer"),
     ("load", "raise", 2, 2, 0, "fabric"),
-    ("forward", "freeze", 2, 2, 1, "trainer"),
 }
 
 

@@ -73,7 +73,8 @@ def test_spawn(tiny_llama: Path, tmp_path: Path) -> None:
     assert result["fabric"] > 0
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_scripts(tiny_llama: Path, tmp_path: Path, rank: int) -> None:
     """The launcher's own processes: no orphan, whichever is killed."""
     (process,) = launch.script("--model", tiny_llama, "--out", tmp_path, "--kill-at", 1, "--kill-rank", rank)
