@@ -176,19 +176,20 @@ def train_full(directory: str, tp: int, sequence: bool, precision: str = "32-tru
     trainer(strategy, None, precision=precision).fit(module)
     trained = strategy.engine.trained(module.model)
     return {
-        "tp_rank": strategy.parallel.tp_rank,
-        "dp_rank": strategy.parallel.dp_rank,
+        **places(trained, strategy.parallel),
         "norms": module.norms,
         "gradients": module.gradients,
         "weights": {name: p.detach().clone() for name, p in trained.items()},
-        "marks": {
-            name: (
-                getattr(p, "tensor_model_parallel", False),
-                getattr(p, "partition_dim", -1),
-                getattr(p, "partition_stride", 1),
-            )
-            for name, p in trained.items()
-        },
+    }
+
+
+def places(parameters: dict[Any, torch.nn.Parameter], parallel: ParallelContext) -> dict[str, Any]:
+    """This rank's place, and where its part of each parameter belongs in the whole one."""
+    marks = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+    return {
+        "tp_rank": parallel.tp_rank,
+        "dp_rank": parallel.dp_rank,
+        "marks": {key: tuple(getattr(p, *mark) for mark in marks.items()) for key, p in parameters.items()},
     }
 
 
@@ -196,10 +197,8 @@ def view(model: torch.nn.Module, parallel: ParallelContext) -> dict[str, Any]:
     """This rank's factors, and where they belong."""
     factors = factors_of(model)
     return {
-        "tp_rank": parallel.tp_rank,
-        "dp_rank": parallel.dp_rank,
+        **places(factors, parallel),
         "factors": {key: p.detach().clone() for key, p in factors.items()},
-        "marks": {key: (p.tensor_model_parallel, p.partition_dim, p.partition_stride) for key, p in factors.items()},
         "frozen": [n for n, p in model.named_parameters() if not p.requires_grad and p.grad is not None],
     }
 

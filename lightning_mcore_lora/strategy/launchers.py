@@ -12,8 +12,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-START_METHODS = ("popen", "spawn")
-
 
 def check_start_method(start_method: str) -> None:
     """Check the setting.
@@ -21,8 +19,8 @@ def check_start_method(start_method: str) -> None:
     Raises:
         ValueError: If it is unknown.
     """
-    if start_method not in START_METHODS:
-        raise ValueError(f"start_method={start_method!r} must be one of {START_METHODS}")
+    if start_method not in TRAINER:
+        raise ValueError(f"start_method={start_method!r} must be one of {tuple(TRAINER)}")
 
 
 class SpawnLauncher(_MultiProcessingLauncher):
