@@ -14,7 +14,7 @@ from lightning_mcore_lora import MCoreTP
 from tests import mcore_runs, runs, tiny
 from tests.integration.test_parity import GRADIENT_BOUND, LOSS_BOUND, whole
 from tests.oracle import relative_error
-from tests.workers import WorkerPool
+from tests.workers import WorkerError, WorkerPool
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,23 @@ def test_experts_continue_bitwise(workers: WorkerPool, tmp_path: Path) -> None:
     for one, other in zip(straight, resumed, strict=True):
         assert one["norms"][2:] == other["norms"]
         assert all(torch.equal(one["gradients"][name][2], other["gradients"][name][2]) for name in one["gradients"])
+
+
+class Predicts(MoEModule):
+    def predict_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return self.training_step(ids, batch_idx)
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(5, mcore_runs.SEQUENCE, dtype=torch.long), batch_size=1)
+
+
+def _predict_unevenly() -> None:
+    runs.trainer(MCoreTP(1, expert_parallel_size=2), None).predict(Predicts())
+
+
+def test_uneven_prediction_with_experts_is_refused_on_all_ranks(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)rank 0: DataLengthError: .*\[3, 2\].*rank 1: DataLengthError"):
+        workers(2, _predict_unevenly)
 
 
 def _saved_experts(out: str) -> set[str]:

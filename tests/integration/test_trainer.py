@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -245,6 +246,9 @@ def _refuse(directory: str, case: str) -> None:
     elif case == "distributed optimizer":
         trainer = runs.trainer(strategy, "local", **options)
         module.configure_optimizers = lambda: object.__new__(DistributedOptimizer)  # type: ignore
+    elif case == "ZeRO":
+        trainer = runs.trainer(strategy, "local", **options)
+        module.configure_optimizers = lambda: ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)  # type: ignore
     elif case == "LBFGS":
         trainer = runs.trainer(strategy, "local", **options)
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore
@@ -273,6 +277,7 @@ def _refuse(directory: str, case: str) -> None:
         ("no adapters", r"Module has no trainable parameter: add LoRASPCallback\(\)"),
         ("two optimizers", "configure_optimizers returned 2 optimizers"),
         ("distributed optimizer", "Megatron-Core's optimizers are not supported by MCoreTP: it scales, reduces, clips"),
+        ("ZeRO", "ZeroRedundancyOptimizer is not supported by MCoreTP: each rank would hold, and save, the state"),
         ("LBFGS", "LBFGS is not supported by MCoreTP: it runs its closure several times a step"),
         ("precision", "precision='64-true' is not supported by MCoreTP: use one of"),
         ("other strategy", r"LoRASPCallback needs Trainer\(strategy=MCoreTP\(...\)\), not SingleDeviceStrategy"),
