@@ -11,7 +11,14 @@ with warnings.catch_warnings():
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
 
-from lightning_mcore_lora.adapters import LoRAConfig, LoRAReport, apply_lora, remove_lora
+from lightning_mcore_lora.adapters import (
+    LoRAConfig,
+    LoRAReport,
+    apply_lora,
+    check_gradients,
+    lora_plus_groups,
+    remove_lora,
+)
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
 from lightning_mcore_lora.strategy import MCoreTP
@@ -27,7 +34,9 @@ __all__ = [
     "MemoryMonitor",
     "apply_lora",
     "build_gpt_model",
+    "check_gradients",
     "generate",
     "load_hf_weights",
+    "lora_plus_groups",
     "remove_lora",
 ]

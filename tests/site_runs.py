@@ -10,25 +10,37 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEQUENCE, BATCH, D_IN, D_OUT, RANK, ALPHA = 12, 3, 96, 96, 6, 9.0
-BASE_NAMES = {"column": "linear_fc1", "row": "linear_fc2"}
+NAMES = {"column": "linear_fc1", "row": "linear_fc2", "duplicated": "gate"}
+
+#: Bytes that one rank sends in a collective over n ranks, as a multiple of its largest tensor.
+_SENT: dict[str, Callable[[int], float]] = {
+    "_allgather_base_": lambda n: (n - 1) / n,
+    "_reduce_scatter_base_": lambda n: (n - 1) / n,
+    "allreduce_": lambda n: 2 * (n - 1) / n,
+}
 
 
 class Collectives(TorchDispatchMode):
-    """Records each collective: its name and the elements of its largest tensor."""
+    """Records each collective: its name and its largest tensor, in elements and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.seen: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "c10d":
-            sizes = [tensor.numel() for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, Tensor)]
-            self.seen.append((func.__name__.partition(".")[0], max(sizes)))
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+            largest = max(tensors, key=Tensor.numel)
+            self.seen.append((func.__name__.partition(".")[0], largest.numel(), largest.nbytes))
         return func(*args, **(kwargs or {}))
 
     def wide(self) -> int:
         """Collectives of the input's width."""
-        return sum(size >= SEQUENCE * BATCH * D_IN for _, size in self.seen)
+        return sum(size >= SEQUENCE * BATCH * D_IN for _, size, _ in self.seen)
+
+    def sent(self, size: int) -> float:
+        """Bytes that this rank sends, over groups of ``size``."""
+        return sum(_SENT[name](size) * nbytes for name, _, nbytes in self.seen)
 
 
 @contextmanager
@@ -50,17 +62,32 @@ def kept_for_backward(but: set[int]) -> Iterator[Callable[[], int]]:
 
 @dataclass
 class Site:
-    """A linear, its whole weight and the whole factors."""
+    """A linear with the whole values of its parameters, the report, and what the values are shared over."""
 
     linear: Any
     weight: Tensor
+    bias: Tensor | None
     a: Tensor
     b: Tensor
+    magnitude: Tensor
+    report: Any
+    parallel: Any
 
 
-def build(kind: str, tp: int, sequence: bool, mode: str | None, rank: int = RANK) -> tuple[Site, Any]:
+def build(
+    kind: str,
+    tp: int,
+    sequence: bool,
+    mode: str | None,
+    rank: int = RANK,
+    bias: bool = False,
+    gather_output: bool = False,
+    **lora: Any,
+) -> Site:
+    """A linear with random nonzero factors; ``mode=None`` is the frozen base alone."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
 
     from lightning_mcore_lora import LoRAConfig, apply_lora, cpu_backend
     from lightning_mcore_lora.adapters import adapters
@@ -82,84 +109,170 @@ def build(kind: str, tp: int, sequence: bool, mode: str | None, rank: int = RANK
         gated_linear_unit=True,
         add_bias_linear=False,
     )
-    options = {"config": config, "init_method": nn.init.normal_, "bias": False, "skip_bias_add": True}
-    cls, more = (ColumnParallelLinear, {}) if kind == "column" else (RowParallelLinear, {"input_is_parallel": True})
-    linear = cls(D_IN, D_OUT, **options, **more)
+    options = {"config": config, "init_method": nn.init.normal_, "bias": bias, "skip_bias_add": not bias}
+    linear: Any
+    if kind == "column":
+        linear = ColumnParallelLinear(D_IN, D_OUT, gather_output=gather_output, **options)
+    elif kind == "row":
+        linear = RowParallelLinear(D_IN, D_OUT, input_is_parallel=True, **options)
+    else:
+        linear = nn.Linear(D_IN, D_OUT, bias=bias, dtype=torch.float64)
+        linear.weight.sequence_parallel = sequence
     generator = torch.Generator().manual_seed(1)
-    weight, a, b = (
+    stacked = 2 * rank if lora.get("canonical") and kind == "column" else rank
+    weight, a, b, offset, magnitude = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((D_OUT, D_IN), (rank, D_IN), (D_OUT, rank))
+        for shape in ((D_OUT, D_IN), (stacked, D_IN), (D_OUT, rank), (D_OUT,), (D_OUT,))
     )
     with torch.no_grad():
-        linear.weight.copy_(outputs(weight, parallel, 0) if kind == "column" else features(weight, parallel, 1))
-    holder = nn.Module()
-    setattr(holder, BASE_NAMES[kind], linear)
+        linear.weight.copy_(held(weight, kind, parallel, {"column": 0, "row": 1}.get(kind)))
+        if bias:
+            linear.bias.copy_(held(offset, kind, parallel, {"column": 0}.get(kind)))
+    holder = MegatronModule(config)
+    setattr(holder, NAMES[kind], linear)
+    report = None
     if mode is None:
         holder.requires_grad_(False)
     else:
-        lora = LoRAConfig(rank=rank, alpha=ALPHA, target_modules=(BASE_NAMES[kind],), sequence_mode=mode)
-        apply_lora(holder, lora)
+        settings = LoRAConfig(rank=rank, alpha=ALPHA, target_modules=(NAMES[kind],), sequence_mode=mode, **lora)
+        report = apply_lora(holder, settings)
         holder.double()
         for _, adapter in adapters(holder):
-            adapter.load_full(a, b)
-    return Site(linear, weight, a, b), parallel
+            adapter.load_full(a, b, magnitude)
+    return Site(linear, weight, offset if bias else None, a, b, magnitude, report, parallel)
+
+
+def held(tensor: Tensor, kind: str, parallel: Any, dim: int | None) -> Tensor:
+    """This rank's share of a dimension of features; of a column linear's outputs, gate and up, of each its part."""
+    if dim is None:
+        return tensor
+    each = tensor.chunk(2, dim) if kind == "column" else (tensor,)
+    return torch.cat([part.chunk(parallel.sizes.tensor, dim)[parallel.tp_rank] for part in each], dim)
 
 
 def features(tensor: Tensor, parallel: Any, dim: int) -> Tensor:
-    """This rank's share of a dimension."""
-    each = tensor.shape[dim] // parallel.sizes.tensor
-    return tensor.narrow(dim, parallel.tp_rank * each, each)
+    """This rank's share of a dimension in one piece."""
+    return tensor.chunk(parallel.sizes.tensor, dim)[parallel.tp_rank]
 
 
-def outputs(tensor: Tensor, parallel: Any, dim: int) -> Tensor:
-    """This rank's share of an output that holds gate and up: of each its part."""
-    half = tensor.shape[dim] // 2
-    gate, up = tensor.narrow(dim, 0, half), tensor.narrow(dim, half, half)
-    return torch.cat([features(gate, parallel, dim), features(up, parallel, dim)], dim)
+def oracle(site: Site, kind: str, x: Tensor, grad: Tensor, mask: Tensor | None, **lora: Any) -> dict[str, Tensor]:
+    """Output and gradients of ``x (W + s B A)^T``, whole, by autograd in float64."""
+    x, a, b, m = (t.clone().requires_grad_() for t in (x, site.a, site.b, site.magnitude))
+    rank = b.shape[1]
+    scale = ALPHA / (rank**0.5 if lora.get("rslora") else rank)
+    count = len(a) // rank  # of gate and up in one: gate rows read the first A, up rows the second
+    delta = scale * torch.cat([part @ rows for part, rows in zip(b.chunk(count), a.chunk(count), strict=True)])
+    y = x @ site.weight.T + (x if mask is None else x * mask) @ delta.T
+    if lora.get("dora"):
+        y = y * (m / (site.weight + delta).norm(dim=1).detach())
+    if site.bias is not None:
+        y = y + site.bias
+    y.backward(grad)
+    grads = {"dx": x.grad, "da": a.grad, "db": b.grad} | ({"dm": m.grad} if lora.get("dora") else {})
+    return {"y": y.detach(), **grads}  # type: ignore[dict-item]
 
 
-def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK) -> dict[str, float]:
-    """Relative errors of output, dX, dA and dB on this rank."""
-    site, parallel = build(kind, tp, sequence, mode, rank)
+def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK, **options: Any) -> dict[str, float]:
+    """Relative errors of output, dX, dA, dB and of the magnitude's gradient on this rank."""
+    from lightning_mcore_lora.adapters import products
+
+    site = build(kind, tp, sequence, mode, rank, **options)
+    parallel, lora = site.parallel, site.linear.lora
     generator = torch.Generator().manual_seed(2)
     x, grad = (torch.randn(SEQUENCE, BATCH, width, generator=generator, dtype=torch.float64) for width in (D_IN, D_OUT))
-    scale = ALPHA / rank
-    y = x @ site.weight.T + scale * (x @ site.a.T) @ site.b.T
-    dx = grad @ site.weight + scale * (grad @ site.b) @ site.a
-    flat_x, flat_grad = x.flatten(0, 1), grad.flatten(0, 1)
-    da = scale * (flat_grad @ site.b).T @ flat_x
-    db = scale * flat_grad.T @ (flat_x @ site.a.T)
 
     def shard(tensor: Tensor) -> Tensor:
         return features(tensor, parallel, 0) if sequence else tensor
 
-    local = shard(x) if kind == "column" else features(x, parallel, 2)
+    local = features(x, parallel, 2) if kind == "row" else shard(x)
     local = local.clone().requires_grad_()
-    out, bias = site.linear(local)
-    assert bias is None
-    out.backward(outputs(grad, parallel, 2) if kind == "column" else shard(grad))
-    lora = site.linear.lora
-    held = {"a": lora.placement.a.value, "b": lora.placement.b.value}
-    if kind == "column":
-        expected = {"y": outputs(y, parallel, 2), "dx": shard(dx), "db": outputs(db, parallel, 0)}
-        expected["da"] = features(da, parallel, 0) if held["a"] == "sharded on rank" else da
+    drawn: list[Any] = []
+    draw = products.Dropout.draw
+    products.Dropout.draw = lambda p, rank: drawn.append(draw(p, rank)) or drawn[-1]  # type: ignore[method-assign, assignment, misc, return-value, func-returns-value]
+    try:
+        result = site.linear(local)
+    finally:
+        products.Dropout.draw = draw  # type: ignore[method-assign]
+    out = result if kind == "duplicated" else result[0]
+    mask = _whole_mask(drawn[0], kind, parallel, sequence, mode, lora.dropout) if drawn else None
+    expected = oracle(site, kind, x, grad, mask, **options)
+    full_output = options.get("gather_output")
+    if kind != "column":
+        place = shard
+    elif full_output:
+        place = lambda tensor: tensor  # noqa: E731
     else:
-        expected = {"y": shard(y), "dx": features(dx, parallel, 2), "db": db, "da": features(da, parallel, 1)}
+        place = lambda tensor: held(tensor, kind, parallel, 2)  # noqa: E731
+    if full_output:  # Megatron-Core's gather leaves gate and up of each rank side by side
+        order = torch.arange(D_OUT).view(2, tp, -1).transpose(0, 1).flatten()
+        grad, expected["y"] = grad[..., order], expected["y"][..., order]
+    out.backward(place(grad))
+    expected |= (
+        {"y": place(expected["y"]), "dx": features(expected["dx"], parallel, 2)}
+        if kind == "row"
+        else {
+            "y": place(expected["y"]),
+            "dx": shard(expected["dx"]),
+        }
+    )
+    placement = lora.plan.placement
+    expected["da"] = (
+        expected["da"] if placement.a.dim() is None else features(expected["da"], parallel, placement.a.dim())
+    )
+    for name in ("db", "dm"):
+        if name in expected:
+            expected[name] = held(expected[name], kind, parallel, placement.b.dim())
     got = {"y": out.detach(), "dx": local.grad, "da": lora.a.grad, "db": lora.b.grad}
+    if "dm" in expected:
+        got["dm"] = lora.magnitude.grad
+    if options.get("freeze_a"):
+        assert got.pop("da") is None
+        del expected["da"]
     assert site.linear.weight.grad is None
     return {name: ((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected}
 
 
-def cost(kind: str, tp: int, sequence: bool, mode: str | None) -> dict[str, int]:
-    """Bytes kept for backward and collectives of one forward and backward."""
-    site, _ = build(kind, tp, sequence, mode)
+def _whole_mask(drawn: Any, kind: str, parallel: Any, sequence: bool, mode: str, p: float) -> Tensor:
+    """The masks of all ranks put together; they agree where all see the same activations, and nowhere else."""
+    shape, dim = [SEQUENCE, BATCH, D_IN], None
+    if kind == "row":
+        dim = 2
+    elif sequence and (kind == "duplicated" or mode != "gather"):
+        dim = 0
+    if dim is not None:
+        shape[dim] //= parallel.sizes.tensor
+    mine = drawn(torch.ones(shape, dtype=torch.float64))
+    assert abs(mine.mean().item() - (1 - p)) < 0.05
+    masks: list[Any] = [None] * parallel.sizes.tensor
+    torch.distributed.all_gather_object(masks, mine, group=parallel.tp_group)
+    for i, other in enumerate(masks):
+        assert torch.equal(mine, other) == (dim is None or i == parallel.tp_rank)
+    return (mine if dim is None else torch.cat(masks, dim)) / (1 - p)
+
+
+def cost(kind: str, tp: int, sequence: bool, mode: str | None, **options: Any) -> dict[str, Any]:
+    """Bytes kept for backward and collectives of one forward and backward, and what the report predicts."""
+    site = build(kind, tp, sequence, mode, **options)
     shape = [SEQUENCE, BATCH, D_IN]
-    shape[0] //= tp if kind == "column" and sequence else 1
+    shape[0] //= tp if kind != "row" and sequence else 1
     shape[2] //= tp if kind == "row" else 1
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     parameters = {p.untyped_storage().data_ptr() for p in site.linear.parameters()}
+    if mode is not None:
+        site.linear.lora.defer_sums(True)
     with Collectives() as collectives, kept_for_backward(parameters) as kept:
-        out, _ = site.linear(x * 1.0)  # a non-leaf, so that the input itself is not held by the test
+        result = site.linear(x * 1.0)  # a non-leaf, so that the input itself is not held by the test
+        out = result if kind == "duplicated" else result[0]
         kept_bytes = kept()
         out.sum().backward()
-    return {"kept": kept_bytes, "wide": collectives.wide(), "all": len(collectives.seen)}
+    counted = {"kept": kept_bytes, "wide": collectives.wide(), "all": len(collectives.seen)}
+    counted["sent"] = round(collectives.sent(tp)) if tp > 1 else 0
+    if site.report is not None:
+        predicted, tokens = site.report.cost, SEQUENCE * BATCH
+        per_step = round(predicted.sent_per_step)
+        counted |= {
+            "predicted kept": predicted.kept(tokens),
+            "predicted sent": predicted.sent(tokens) - per_step,
+            "per step": per_step,
+        }
+    return counted

@@ -1,10 +1,8 @@
 """Put adapters into a model, and take them out."""
 
-import difflib
-import functools
+import dataclasses
 import logging
-from collections.abc import Iterator
-from types import MethodType
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +11,14 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from torch import Tensor, nn
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
-from lightning_mcore_lora.adapters.eligibility import choose_mode, why_not_adapted
-from lightning_mcore_lora.adapters.layer import LoRAAdapter
+from lightning_mcore_lora.adapters.cost import predict
+from lightning_mcore_lora.adapters.eligibility import check_dropout, choose_mode, why_not_adapted, why_not_recomputed
+from lightning_mcore_lora.adapters.layer import LoRAAdapter, Plan
+from lightning_mcore_lora.adapters.matching import first_match, layer_of, matches, near_names
 from lightning_mcore_lora.adapters.placement import Factor, lookup
-from lightning_mcore_lora.adapters.report import LoRAReport, SiteReport
-from lightning_mcore_lora.adapters.sites import Site, find_sites
+from lightning_mcore_lora.adapters.producers import find_producer
+from lightning_mcore_lora.adapters.report import TRAINED, LoRAReport, SiteReport
+from lightning_mcore_lora.adapters.sites import Site, find_sites, module_names
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
     """Freeze a model and put an adapter beside each targeted linear.
 
     The linears stay where they are, with their names and state-dict keys; each gains a submodule ``lora`` with the
-    factors ``a`` and ``b``. Works on any module tree that holds Megatron-Core's parallel linears.
+    factors ``a`` and ``b``. Works on any module tree that holds Megatron-Core's parallel linears. Base weights are to
+    be loaded before, if ``dora`` is on: the magnitudes begin as their row norms.
 
     Args:
         model: The model, or a module that holds it. Megatron-Core's groups must exist.
@@ -36,50 +38,49 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
         What became of each target.
 
     Raises:
-        ValueError: If there is nothing to adapt, a rank does not fit, or the model has adapters already; the model is
-            then left as it was.
+        ValueError: If there is nothing to adapt, a pattern matches nothing, a rank does not fit, or the model has
+            adapters already; the model is then left as it was.
     """
     if next(adapters(model), None):
         raise ValueError("the model has LoRA adapters already: apply_lora once, or remove_lora(model) first")
     found = list(find_sites(model))
-    targets = [site for site in found if site.leaf in config.target_modules]
-    _check_targets(config, found)
-    base_parameters = _logical_parameters(model)
+    targets = _targets(config, found)
+    saved = _modules_to_save(config, model, targets)
+    base_parameters = logical_parameters(model.parameters())
     entries: list[SiteReport] = []
-    built: list[tuple[Site, LoRAAdapter]] = []
+    built: list[LoRAAdapter] = []
     for site in targets:
         reason = why_not_adapted(site)
         if reason:
-            entries.append(SiteReport(site.name, reason=reason))
+            entries.append(SiteReport(site.name, site.kind, reason=reason))
             continue
-        adapter, fallback = _build(site, config)
-        built.append((site, adapter))
+        plan = _plan(site, config)
+        adapter = LoRAAdapter(site, plan, config)
+        built.append(adapter)
         entries.append(
             SiteReport(
                 site.name,
-                adapter.placement.name,
-                adapter.placement.mode,
-                fallback,
-                parameters=config.rank * (site.d_in + site.d_out),
+                site.kind,
+                plan.placement.name,
+                plan.placement.mode,
+                plan.fallback,
+                plan.rank,
+                logical_parameters(p for p in adapter.parameters() if p.requires_grad),
+                predict(adapter, config),
             )
         )
+    for name, module in saved.items():
+        entries.append(SiteReport(name, mode=TRAINED, parameters=logical_parameters(module.parameters())))
     report = LoRAReport(tuple(entries), base_parameters)
     if not built:
         raise ValueError(f"none of the targeted linears can be adapted:\n{report}")
     model.requires_grad_(False)
-    for site, adapter in built:
-        _attach(site.linear, adapter)
+    for adapter in built:
+        adapter.attach()
+    for module in saved.values():
+        module.requires_grad_(True)
     _let_recompute_reach_adapters(model)
-    if report.fallbacks and _is_rank_zero():
-        reasons = {site.reason for site in report.fallbacks}
-        log.warning(
-            "LoRA: %d of %d sites do not run sequence_mode=%r but %s: %s",
-            len(report.fallbacks),
-            len(built),
-            config.sequence_mode,
-            sorted({site.mode for site in report.fallbacks if site.mode}),
-            "; ".join(sorted(filter(None, reasons))),
-        )
+    _warn_of_fallbacks(report, len(built))
     return report
 
 
@@ -89,10 +90,12 @@ def remove_lora(model: nn.Module) -> None:
     Args:
         model: A model after :func:`apply_lora`.
     """
-    for name, adapter in list(adapters(model)):
-        linear = adapter.site.linear
-        del linear.forward, linear.lora
-        log.debug("removed adapter %s", name)
+    for _, adapter in list(adapters(model)):
+        adapter.detach()
+    for module in model.modules():
+        handle = vars(module).pop("_lora_handle", None)
+        if handle is not None:
+            handle.remove()
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRAAdapter]]:
@@ -100,59 +103,33 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRAAdapter]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRAAdapter))
 
 
-def _attach(linear: nn.Module, adapter: LoRAAdapter) -> None:
-    adapter.train(linear.training)
-    linear.lora = adapter
-    linear.forward = MethodType(_forward_with_lora, linear)
+def check_gradients(model: nn.Module) -> None:
+    """Check, after a backward, that it reached every adapter; the strategy does so by itself after the first step.
+
+    Args:
+        model: A model after a forward in training and its backward.
+
+    Raises:
+        RuntimeError: If an adapter that trains got no gradient, naming its site.
+    """
+    raise_unreached(a.site.name for _, a in adapters(model) if a.b.requires_grad and a.b.grad is None)
 
 
-def _forward_with_lora(linear: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return linear.lora(functools.partial(type(linear).forward, linear), x, *args, **kwargs)
-
-
-def _let_recompute_reach_adapters(model: nn.Module) -> None:
-    """Activation checkpoints pass gradients only to inputs that ask for them, and a frozen embedding's do not."""
-    for module in model.modules():
-        if isinstance(module, LanguageModelEmbedding) and module.config.recompute_granularity:
-            module.register_forward_hook(_require_grad)
-
-
-def _require_grad(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
-
-
-def _build(site: Site, config: LoRAConfig) -> tuple[LoRAAdapter, str | None]:
-    mode, fallback = choose_mode(site, config)
-    placement = lookup(site.kind, site.sequence_parallel, mode)
-    eager = lookup(site.kind, site.sequence_parallel, "gather" if mode == "regather" else mode)
-    if placement.a is Factor.RANK and config.rank % site.group.size():
-        raise ValueError(
-            f"rank={config.rank} is not divisible by tensor_parallel_size={site.group.size()}, which "
-            f"sequence_mode={mode!r} needs at {site.name}: choose a multiple, or sequence_mode='local', which takes any"
+def raise_unreached(names: Iterable[str]) -> None:
+    """Raise if any adapter got no gradient."""
+    names = list(names)
+    if names:
+        raise RuntimeError(
+            f"{len(names)} adapter(s) got no gradient in the backward: {names[:4]}. Their linears did not run, or ran "
+            "inside an activation checkpoint none of whose inputs requires a gradient. Leave them out of "
+            "target_modules, or have the first hidden states require one"
         )
-    return (
-        LoRAAdapter(site, placement, eager, rank=config.rank, scale=config.scale, seed=config.seed),
-        fallback,
-    )
 
 
-def _check_targets(config: LoRAConfig, found: list[Site]) -> None:
-    names = sorted({site.leaf for site in found})
-    if not names:
-        raise ValueError(
-            "the model holds none of Megatron-Core's parallel linears: build it before the adapters are applied, "
-            "in LightningModule.configure_model"
-        )
-    for target in config.target_modules:
-        if target not in names:
-            near = difflib.get_close_matches(target, names, n=3) or names
-            raise ValueError(f"target_modules: {target!r} matches no linear of the model; near names: {near}")
-
-
-def _logical_parameters(model: nn.Module) -> int:
-    """Parameters over all ranks, each counted once."""
+def logical_parameters(parameters: Iterable[nn.Parameter]) -> int:
+    """Number of parameters over all ranks, each counted once."""
     total = 0
-    for parameter in model.parameters():
+    for parameter in parameters:
         sharded = getattr(parameter, "tensor_model_parallel", False)
         if not getattr(parameter, "allreduce", True):
             size = parallel_state.get_expert_model_parallel_world_size()
@@ -163,5 +140,113 @@ def _logical_parameters(model: nn.Module) -> int:
     return total
 
 
-def _is_rank_zero() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+# -- targets -------------------------------------------------------------------------------------------------------
+
+
+def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
+    if not found:
+        raise ValueError(
+            "the model holds none of Megatron-Core's parallel linears: build it before the adapters are applied, "
+            "in LightningModule.configure_model"
+        )
+    names = [site.name for site in found]
+    for setting, pattern in config.patterns():
+        if setting != "modules_to_save" and not any(matches(pattern, name) for name in names):
+            near = near_names(pattern, names)
+            raise ValueError(f"{setting}: {pattern!r} matches no linear of the model; near names: {near}")
+    layers = {layer_of(name) for name in names} - {None}
+    unknown = sorted(set(config.layers_to_transform or ()) - layers)
+    if unknown:
+        raise ValueError(
+            f"layers_to_transform: the model has no layer {unknown}; it has {sorted(filter(None, layers))}"
+        )
+    return [site for site in found if _is_target(site.name, config)]
+
+
+def _is_target(name: str, config: LoRAConfig) -> bool:
+    if first_match(config.target_modules, name) is None or first_match(config.exclude_modules, name) is not None:
+        return False
+    return config.layers_to_transform is None or layer_of(name) in config.layers_to_transform
+
+
+def _modules_to_save(config: LoRAConfig, model: nn.Module, targets: list[Site]) -> dict[str, nn.Module]:
+    names = module_names(model)
+    modules = dict(model.named_modules())
+    saved: dict[str, nn.Module] = {}
+    for pattern in config.modules_to_save:
+        hits = {name: modules[path] for path, name in names.items() if matches(pattern, name)}
+        if not hits:
+            near = near_names(pattern, filter(None, names.values()))
+            raise ValueError(f"modules_to_save: {pattern!r} matches no module of the model; near names: {near}")
+        hits = {name: module for name, module in hits.items() if next(module.parameters(), None) is not None}
+        if not hits:
+            raise ValueError(
+                f"modules_to_save: what {pattern!r} matches has no parameters of its own (a tied output layer is the "
+                "embedding: name 'word_embeddings')"
+            )
+        saved |= hits
+    both = [site.name for site in targets if any(f"{site.name}.".startswith(f"{name}.") for name in saved)]
+    if both:
+        raise ValueError(f"{both[:4]} are in target_modules and in modules_to_save: choose one, or use exclude_modules")
+    # What lies inside another is counted with it.
+    return {n: m for n, m in saved.items() if not any(n != other and n.startswith(f"{other}.") for other in saved)}
+
+
+# -- one site ------------------------------------------------------------------------------------------------------
+
+
+def _plan(site: Site, config: LoRAConfig) -> Plan:
+    mode, fallback = choose_mode(site, config)
+    placement = lookup(site.kind, site.sequence_parallel, mode)
+    eager = lookup(site.kind, site.sequence_parallel, "gather" if mode == "regather" else mode)
+    rank = _by_pattern(config.rank_pattern, site.name, config.rank)
+    alpha = _by_pattern(config.alpha_pattern, site.name, config.alpha)
+    parts = tuple(part.name for part in site.parts()) if config.canonical else ()
+    plan = Plan(placement, eager, rank, alpha / (rank**0.5 if config.rslora else rank), parts or ("",), None, fallback)
+    if placement.a is Factor.RANK and plan.width % site.group.size():
+        raise ValueError(
+            f"rank={rank} is not divisible by tensor_parallel_size={site.group.size()}, which "
+            f"sequence_mode={mode!r} needs at {site.name}: choose a multiple, or sequence_mode='local', which takes any"
+        )
+    if config.dropout:
+        check_dropout(site)
+    if config.dora and getattr(site.linear, "weight", None) is None:
+        raise ValueError(f"dora=True needs a weight at {site.name}, which is tied to the embedding: exclude it")
+    if config.recompute_inputs and not config.freeze_a:
+        reason = why_not_recomputed(site, mode)
+        known = find_producer(site) if reason is None else None
+        plan = dataclasses.replace(plan, known=known, fallback=fallback or reason)
+    return plan
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    pattern = first_match(patterns, name)
+    return default if pattern is None else patterns[pattern]
+
+
+# -- around the model ----------------------------------------------------------------------------------------------
+
+
+def _let_recompute_reach_adapters(model: nn.Module) -> None:
+    """Activation checkpoints pass gradients only to inputs that ask for them, and a frozen embedding's do not."""
+    for module in model.modules():
+        if isinstance(module, LanguageModelEmbedding) and module.config.recompute_granularity:
+            module._lora_handle = module.register_forward_hook(_require_grad)
+
+
+def _require_grad(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+def _warn_of_fallbacks(report: LoRAReport, adapted: int) -> None:
+    if not report.fallbacks or (torch.distributed.is_initialized() and torch.distributed.get_rank() != 0):
+        return
+    reasons = sorted({site.reason or "" for site in report.fallbacks})
+    modes = sorted({site.mode or "" for site in report.fallbacks})
+    log.warning(
+        "LoRA: %d of %d sites do not run as asked but in mode %s: %s",
+        len(report.fallbacks),
+        adapted,
+        ", ".join(modes),
+        "; ".join(reasons),
+    )

@@ -1,10 +1,12 @@
-"""Which mode a site runs, and why not the one that was asked for. One reason is one row."""
+"""What a site can do, and why not what was asked for. One reason is one row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
+from lightning_mcore_lora.adapters.matching import layer_of
+from lightning_mcore_lora.adapters.producers import find_producer
 from lightning_mcore_lora.adapters.sites import Site
 
 REGATHER_SITES = ("linear_qkv", "linear_fc1")
@@ -12,7 +14,7 @@ REGATHER_SITES = ("linear_qkv", "linear_fc1")
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A reason why a site cannot be adapted, or cannot re-gather.
+    """A reason why a site cannot do something.
 
     Args:
         holds: Whether the reason applies to a site.
@@ -23,44 +25,92 @@ class Obstacle:
     reason: str
 
 
-def _recomputes(site: Site, granularity: str, module: str | None = None) -> bool:
-    config = site.linear.config
-    return config.recompute_granularity == granularity and (
-        module is None or module in (config.recompute_modules or ())
-    )
+def _config(site: Site, name: str, default: Any = None) -> Any:
+    return getattr(site.config, name, default)
+
+
+def _recomputes(site: Site, module: str) -> bool:
+    selective = _config(site, "recompute_granularity") == "selective"
+    return selective and module in (_config(site, "recompute_modules") or ())
+
+
+def _layer_is_recomputed(site: Site) -> bool:
+    layer = layer_of(site.name)
+    if layer is None or _config(site, "recompute_granularity") != "full":
+        return False
+    return _config(site, "recompute_method") != "block" or layer < _config(site, "recompute_num_layers")
+
+
+def norm_is_recomputed(site: Site) -> bool:
+    """Whether Megatron-Core frees the norm output that the site reads, and computes it again in backward."""
+    return site.leaf in REGATHER_SITES and _recomputes(site, "layernorm") and find_producer(site) is not None
+
+
+def _mlp_is_recomputed(site: Site) -> bool:
+    return "mlp" in site.name.split(".") and _recomputes(site, "mlp")
+
+
+def _uses_cuda_graphs(site: Site) -> bool:
+    named = ("enable_cuda_graph", "external_cuda_graph")
+    return any(_config(site, name) for name in named) or _config(site, "cuda_graph_impl", "none") != "none"
+
+
+def _overlaps_user_buffers(site: Site) -> bool:
+    return any(value is True for name, value in vars(site.linear).items() if name.startswith("ub_overlap"))
 
 
 #: Sites that get no adapter.
 NOT_ADAPTED: tuple[Obstacle, ...] = (
     Obstacle(lambda site: site.is_expert, "expert linears are not supported yet"),
     Obstacle(lambda site: "shared_experts" in site.name.split("."), "shared-expert linears are not supported yet"),
-    Obstacle(lambda site: getattr(site.linear, "gather_output", False), "its output is gathered (gather_output)"),
-    Obstacle(lambda site: site.linear.weight is None, "it has no weight of its own (tied to the embedding)"),
+    Obstacle(
+        lambda site: getattr(site.linear, "disable_grad_reduce", False),
+        "its input's gradient is left partial (disable_grad_reduce)",
+    ),
+)
+
+_OFFLOADED = Obstacle(
+    lambda site: _config(site, "cpu_offloading"), "activations are offloaded to the CPU (cpu_offloading)"
+)
+_GRAPHS = Obstacle(_uses_cuda_graphs, "CUDA graphs are on")
+_IS_RECOMPUTED: tuple[Obstacle, ...] = (
+    Obstacle(_layer_is_recomputed, "recompute_granularity is 'full': the input is not kept anyway"),
+    Obstacle(_mlp_is_recomputed, "recompute_modules has 'mlp': the input is not kept anyway"),
 )
 
 #: Column-parallel sites that keep the gathered input although re-gather was asked for. Conditions that change from one
-#: forward to the next (evaluation, inside an activation checkpoint, A frozen) are seen by the adapter itself.
+#: forward to the next (evaluation, inside an activation checkpoint) are seen by the adapter itself.
 NO_REGATHER: tuple[Obstacle, ...] = (
     Obstacle(lambda site: site.group.size() == 1, "tensor_parallel_size is 1: nothing is gathered"),
     Obstacle(lambda site: not site.sequence_parallel, "sequence parallelism is off: nothing is gathered"),
     Obstacle(lambda site: site.leaf not in REGATHER_SITES, f"only {' and '.join(REGATHER_SITES)} re-gather"),
-    Obstacle(lambda site: site.linear.config.cpu_offloading, "activations are offloaded to the CPU (cpu_offloading)"),
-    Obstacle(lambda site: _uses_cuda_graphs(site.linear.config), "CUDA graphs are on"),
-    Obstacle(lambda site: _recomputes(site, "full"), "recompute_granularity is 'full': the input is not kept anyway"),
+    _OFFLOADED,
+    _GRAPHS,
+    Obstacle(_overlaps_user_buffers, "the linear overlaps its communication in user buffers (tp_comm_overlap)"),
+    *_IS_RECOMPUTED,
+)
+
+#: Sites that keep their input although it was to be computed again.
+NO_RECOMPUTE: tuple[Obstacle, ...] = (
+    Obstacle(lambda site: site.type.keeps_input, "the base keeps this input anyway"),
+    *_IS_RECOMPUTED,
+    Obstacle(norm_is_recomputed, "recompute_modules has 'layernorm': the input is not kept anyway"),
+    _OFFLOADED,
+    _GRAPHS,
     Obstacle(
-        lambda site: site.leaf == "linear_fc1" and _recomputes(site, "selective", "mlp"),
-        "recompute_modules has 'mlp': the input is not kept anyway",
+        lambda site: find_producer(site) is None,
+        "recompute_inputs: no norm or activation is known to compute its input, which is kept",
     ),
 )
 
 
-def _uses_cuda_graphs(config: Any) -> bool:
-    return config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none"
+def _first(rows: Sequence[Obstacle], site: Site) -> str | None:
+    return next((row.reason for row in rows if row.holds(site)), None)
 
 
 def why_not_adapted(site: Site) -> str | None:
     """The reason why a site gets no adapter, or ``None``."""
-    return next((row.reason for row in NOT_ADAPTED if row.holds(site)), None)
+    return _first(NOT_ADAPTED, site)
 
 
 def choose_mode(site: Site, config: LoRAConfig) -> tuple[str, str | None]:
@@ -71,7 +121,32 @@ def choose_mode(site: Site, config: LoRAConfig) -> tuple[str, str | None]:
     """
     mode = "local" if config.sequence_mode == "auto" else config.sequence_mode
     if mode == "regather" and site.kind == "column":
-        reason = next((row.reason for row in NO_REGATHER if row.holds(site)), None)
+        reason = "freeze_a: the input is not kept anyway" if config.freeze_a else _first(NO_REGATHER, site)
         if reason:
             return "gather", reason
     return mode, None
+
+
+def why_not_recomputed(site: Site, mode: str) -> str | None:
+    """The reason why a site's input is not computed again in backward, or ``None``."""
+    if site.kind == "column" and mode != "local":
+        return f"recompute_inputs needs sequence_mode='local': {mode!r} needs the sequence gathered"
+    return _first(NO_RECOMPUTE, site)
+
+
+def site_is_recomputed(site: Site) -> bool:
+    """Whether Megatron-Core computes the whole site again in backward, so that nothing of it is kept until then."""
+    return _first(_IS_RECOMPUTED, site) is not None
+
+
+def check_dropout(site: Site) -> None:
+    """Check that masks are drawn anew in each forward.
+
+    Raises:
+        ValueError: If CUDA graphs would freeze them.
+    """
+    if _uses_cuda_graphs(site):
+        raise ValueError(
+            f"dropout needs CUDA graphs off at {site.name}: its seed is drawn on the host, and a graph would replay "
+            "one mask for ever. Set dropout=0, or cuda_graph_impl='none'"
+        )

@@ -1,7 +1,8 @@
 """The adapter module: runs one row of the placement table beside its base linear."""
 
-import zlib
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Placement
+from lightning_mcore_lora.adapters.config import DTYPES, LoRAConfig
+from lightning_mcore_lora.adapters.dora import RowNorms
+from lightning_mcore_lora.adapters.initial import initial_a
+from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Placement, Sees
+from lightning_mcore_lora.adapters.producers import Known, Producer
+from lightning_mcore_lora.adapters.products import Blocks, Dropout, down, drop, up
 from lightning_mcore_lora.adapters.sites import Site
 
 _MIDDLE: dict[Middle, Callable[[Tensor, ProcessGroup], Tensor]] = {
+    Middle.AS_IS: lambda z, group: z,
     Middle.GATHER_SEQUENCE: lambda z, group: tensor_parallel.gather_from_sequence_parallel_region(z, group=group),
     Middle.GATHER_RANK: lambda z, group: mappings.all_gather_last_dim_from_tensor_parallel_region(z, group=group),
     Middle.COPY: lambda z, group: tensor_parallel.copy_to_tensor_model_parallel_region(z, group=group),
@@ -26,57 +33,71 @@ _MIDDLE: dict[Middle, Callable[[Tensor, ProcessGroup], Tensor]] = {
 }
 
 
-class _GatherForTwo(torch.autograd.Function):
-    """All-gather a sequence shard once for two readers; each reader's gradient is reduce-scattered by itself.
+@dataclass(frozen=True)
+class Plan:
+    """What is to become of a site.
 
-    Keeping the two reduce-scatters apart makes ``gather`` bitwise equal to ``regather``, which cannot join them.
+    Args:
+        placement: The row of the table to run in training.
+        eager: The row to run where ``placement`` cannot (evaluation, recompute): same factors, same numbers.
+        rank: Width of the factors.
+        scale: Factor s.
+        parts: Names of the linears that are fused in it and get factors of their own; one empty name if it is one.
+        known: The producer of its input, if that is to be computed again.
+        fallback: Why it does not run as asked.
     """
 
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        ctx.group = group
-        full = mappings._gather_along_first_dim(shard, group)
-        return full, full.view_as(full)
+    placement: Placement
+    eager: Placement
+    rank: int
+    scale: float
+    parts: tuple[str, ...] = ("",)
+    known: Known | None = None
+    fallback: str | None = None
 
-    @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None]:
-        first, second = (mappings._reduce_scatter_along_first_dim(grad, ctx.group) for grad in (first, second))
-        return first + second, None
+    @property
+    def width(self) -> int:
+        """Width of z: the rank of each part."""
+        return self.rank * len(self.parts)
 
 
 class LoRAAdapter(nn.Module):
     r"""Adds :math:`s B (A x)` to the output of a base linear, in the base's parallel state.
 
-    ``a`` and ``b`` hold this rank's part of the factors in float32 and carry Megatron-Core's marks
+    ``a``, ``b`` and, with DoRA, ``magnitude`` hold this rank's part and carry Megatron-Core's marks
     (``tensor_model_parallel``, ``partition_dim``, ``allreduce``), which norms, reductions and checkpoints go by.
+    Canonical adapters hold the A's of their parts one below the other.
 
     Args:
         site: The base linear's site.
-        placement: The row of the table to run in training.
-        eager: The row to run where ``placement`` cannot (evaluation, recompute): same factors, same numbers.
-        rank: Width of the factors over all ranks.
-        scale: Factor s.
-        seed: Seed of the initial A.
+        plan: What is to become of it.
+        config: The user's settings.
     """
 
-    def __init__(
-        self, site: Site, placement: Placement, eager: Placement, *, rank: int, scale: float, seed: int
-    ) -> None:
+    def __init__(self, site: Site, plan: Plan, config: LoRAConfig) -> None:
         super().__init__()
         self.site = site
-        self.placement = placement
-        self.eager = eager
-        self.rank = rank
-        self.scale = scale
+        self.plan = plan
+        self.dropout = config.dropout
         self.sums_in_autograd = True
-        self.a = self._factor(_full_fan_a(site, rank, seed), placement.a, parts=1)
-        self.b = self._factor(torch.zeros(site.d_out, rank, dtype=torch.float32), placement.b, parts=site.output_parts)
+        self._dtype = DTYPES[config.dtype]
+        self._blocks = _blocks(site) if len(plan.parts) > 1 else None
+        self._producer: Producer | None = None
+        placement, rows = plan.placement, site.output_parts
+        a = initial_a(site, plan.rank, config.init, config.seed, plan.parts)
+        self.a = self._factor(self._part(a, placement.a.dim(), 1), placement.a, 1)
+        b = torch.zeros(site.d_out, plan.rank)
+        self.b = self._factor(self._part(b, placement.b.dim(), rows), placement.b, rows)
+        self.magnitude: nn.Parameter | None = None
+        if config.dora:
+            self._norms = RowNorms(site, placement)
+            self.magnitude = self._factor(self._row_norms(), placement.b, rows)
+        self.a.requires_grad_(not config.freeze_a)
 
-    def _factor(self, full: Tensor, held: Factor, parts: int) -> nn.Parameter:
+    def _factor(self, part: Tensor, held: Factor, parts: int) -> nn.Parameter:
         dim = held.dim()
         sharded = dim is not None and self.site.group.size() > 1
-        device = self.site.linear.weight.device
-        factor = nn.Parameter(self._part(full, dim, parts).to(device=device, copy=True).contiguous())
+        factor = nn.Parameter(part.to(device=self.site.like.device, dtype=self._dtype, copy=True).contiguous())
         set_tensor_model_parallel_attributes(factor, sharded, dim if dim is not None else -1, parts)
         factor.allreduce = True  # type: ignore[attr-defined]
         return factor
@@ -88,6 +109,25 @@ class LoRAAdapter(nn.Module):
         group = self.site.group
         return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in full.chunk(parts, dim)], dim)
 
+    def attach(self) -> None:
+        """Sit beside the base linear, under its name ``lora``."""
+        linear, row = self.site.linear, self.site.type
+        self.train(linear.training)
+        row.attach(linear)
+        setattr(linear, row.method, functools.partial(self, getattr(linear, row.method)))
+        linear.lora = self
+        if self.plan.known is not None:
+            self._producer = Producer(*self.plan.known)
+
+    def detach(self) -> None:
+        """Leave the base linear as it was."""
+        linear, row = self.site.linear, self.site.type
+        if self._producer is not None:
+            self._producer.remove()
+        delattr(linear, row.method)
+        del linear.lora
+        row.detach(linear)
+
     def defer_sums(self, defer: bool) -> None:
         """Leave the sums of replicated factors' gradients to ``finalize_model_grads``, or take them back.
 
@@ -95,85 +135,126 @@ class LoRAAdapter(nn.Module):
         joins those of all parameters marked ``sequence_parallel`` into one, once per optimizer step.
         """
         self.sums_in_autograd = not defer
-        self.a.sequence_parallel = defer and self.placement.sum_a  # type: ignore[attr-defined]
-        self.b.sequence_parallel = defer and self.placement.sum_b  # type: ignore[attr-defined]
+        for name, parameter in self.named_parameters():
+            parameter.sequence_parallel = defer and self._is_partial(name)  # type: ignore[attr-defined]
+
+    def _is_partial(self, name: str) -> bool:
+        return self.plan.placement.sum_a if name == "a" else self.plan.placement.sum_b
 
     @torch.no_grad()
-    def load_full(self, a: Tensor, b: Tensor) -> None:
+    def load_full(self, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> None:
         """Set the factors from whole ones, the same on every rank.
 
         Args:
-            a: ``[rank, d_in]``.
+            a: ``[rank, d_in]``, of canonical adapters ``[parts * rank, d_in]``.
             b: ``[d_out, rank]``, rows in the order of the base's whole weight: query groups, or all gate then all up.
+            magnitude: ``[d_out]``, in the same order; ``None`` leaves it, or takes the row norms with these factors.
         """
-        self.a.copy_(self._part(a, self.placement.a.dim(), 1))
-        self.b.copy_(self._part(b, self.placement.b.dim(), self.site.output_parts))
+        placement, rows = self.plan.placement, self.site.output_parts
+        self.a.copy_(self._part(a, placement.a.dim(), 1))
+        self.b.copy_(self._part(b, placement.b.dim(), rows))
+        if self.magnitude is not None:
+            whole = self._row_norms() if magnitude is None else self._part(magnitude, placement.b.dim(), rows)
+            self.magnitude.copy_(whole)
+
+    def facts(self) -> str:
+        """All that must be the same on every rank, in words."""
+        return f"{self.site.name}: {self.extra_repr()}, {self.plan.placement.name}, dropout={self.dropout}"
 
     def extra_repr(self) -> str:
         """Shown in the model's printout."""
-        return f"rank={self.rank}, scale={self.scale:g}, mode={self.placement.mode}"
+        return f"rank={self.plan.rank}, scale={self.plan.scale:g}, mode={self.plan.placement.mode}"
 
     def current_placement(self) -> Placement:
         """The row that this forward runs: re-gathering pays only where a backward follows and nothing recomputes."""
         trains = self.training and torch.is_grad_enabled() and self.a.requires_grad
-        return self.placement if trains and not random.is_checkpointing() else self.eager
+        return self.plan.placement if trains and not random.is_checkpointing() else self.plan.eager
 
-    def forward(self, base: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, base: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run base and adapter.
 
         Args:
-            base: The base linear's own forward; returns output and bias, as Megatron-Core's linears do.
+            base: The base linear's own method.
             x: The base's input, ``[sequence or its shard, batch, d_in or its shard]``.
             *args: Passed to ``base``.
             **kwargs: Passed to ``base``.
 
         Returns:
-            The base's output with the adapter's added, and the base's bias.
+            What the base returns, with the adapter's output added.
         """
         placement, group = self.current_placement(), self.site.group
-        base_input = x
-        if placement.enter is Enter.GATHER and group.size() > 1:
-            base_input, x = _GatherForTwo.apply(x, group)
-            output, bias = self.site.on_gathered_input(base, base_input, *args, **kwargs)
-        else:
-            output, bias = base(base_input, *args, **kwargs)
-        z = self._times_a(x, placement)
-        z = _MIDDLE[placement.middle](z * self.scale, group)
-        b = self._summed(self.b, placement.sum_b)
-        return output + nn.functional.linear(z, b.to(z.dtype)).to(output.dtype), bias
+        source = self._producer.take(x) if self._producer is not None else None
+        gather = placement.enter is Enter.GATHER and group.size() > 1
+        ran = self.site.type.run(self.site.linear, base, x, gather, args, kwargs)
+        dropout = self._draw(placement)
+        scale = self.plan.scale / (1 - dropout.p) if dropout else self.plan.scale
+        product = self._regathered if placement.enter is Enter.REGATHER and group.size() > 1 else self._down
+        z = product(ran.x, placement, dropout, source)
+        z = _MIDDLE[placement.middle](z * scale, group)
+        output = up(ran.output, z, self._summed("b"), self._blocks)
+        return ran.finish(self._with_magnitude(output))
 
-    def _summed(self, factor: Tensor, partial: bool) -> Tensor:
-        """The factor, whose gradient is summed over the group where this rank's is only a part."""
-        if partial and self.sums_in_autograd:
+    def _draw(self, placement: Placement) -> Dropout | None:
+        if not self.training or not self.dropout:
+            return None
+        return Dropout.draw(self.dropout, 0 if placement.sees is Sees.ALL else self.site.group.rank())
+
+    def _summed(self, name: str) -> Tensor:
+        """A factor, whose gradient is summed over the group where this rank's is only a part."""
+        factor = getattr(self, name)
+        if self.sums_in_autograd and self._is_partial(name) and factor.requires_grad:
             return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.site.group)
         return factor
 
-    def _times_a(self, x: Tensor, placement: Placement) -> Tensor:
-        group, a = self.site.group, self._summed(self.a, placement.sum_a)
-        if placement.a is not Factor.RANK:
-            return nn.functional.linear(x, a.to(x.dtype))
+    def _down(self, x: Tensor, placement: Placement, dropout: Dropout | None, source: Any) -> Tensor:
+        if placement.enter is Enter.COPY and self.site.group.size() > 1:
+            x = tensor_parallel.copy_to_tensor_model_parallel_region(x, group=self.site.group)
+        return down(x, self._summed("a"), _product_dtype(x), source, dropout)
+
+    def _regathered(self, x: Tensor, placement: Placement, dropout: Dropout | None, source: Any) -> Tensor:
         # Under autocast Megatron-Core's product would reduce-scatter a gradient of another dtype than its input's.
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        # The one product of gather and regather: what differs is only whether it gathers its input itself.
+        dtype = _product_dtype(x)
+        x = x.to(dtype)
         return linear_with_grad_accumulation_and_async_allreduce(
-            x.to(dtype),
-            a.to(dtype),
+            drop(x, dropout) if dropout else x,
+            self.a.to(dtype),
             None,
             gradient_accumulation_fusion=False,
-            allreduce_dgrad=placement.enter is Enter.COPY and group.size() > 1,
-            sequence_parallel=placement.enter is Enter.REGATHER and group.size() > 1,
+            allreduce_dgrad=False,
+            sequence_parallel=True,
             grad_output_buffer=None,
             wgrad_deferral_limit=0,
-            tp_group=group,
+            tp_group=self.site.group,
         )
 
+    @torch.no_grad()
+    def _row_norms(self) -> Tensor:
+        b = self._blocks.expand(self.b) if self._blocks else self.b
+        return self._norms(self.a, b, self.plan.scale)
 
-def _full_fan_a(site: Site, rank: int, seed: int) -> Tensor:
-    """The whole initial A, the same on every rank and at every layout: uniform within 1/sqrt(d_in), as PEFT's default.
+    def _with_magnitude(self, output: Tensor) -> Tensor:
+        if self.magnitude is None:
+            return output
+        ratio = (self._summed("magnitude") / self._row_norms()).to(output.dtype)
+        bias = _added_bias(self.site.linear)
+        return output * ratio if bias is None else (output - bias) * ratio + bias
 
-    That is Kaiming-uniform with ``a=sqrt(5)`` over the full input dimension, never over a shard of it.
-    """
-    generator = torch.Generator().manual_seed(zlib.crc32(site.name.encode()) + seed)
-    bound = site.d_in**-0.5
-    return torch.empty(rank, site.d_in, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _blocks(site: Site) -> Blocks:
+    parts = site.parts()
+    block = torch.cat([torch.full((part.rows,), i) for i, part in enumerate(parts)])
+    rows = block.repeat(site.d_out // site.group.size() // len(block))
+    return Blocks(rows.to(site.like.device), len(parts))
+
+
+def _added_bias(linear: Any) -> Tensor | None:
+    """The bias that is in the base's output already, not left to its caller."""
+    if getattr(linear, "skip_bias_add", False) or getattr(linear, "te_return_bias", False):
+        return None
+    bias = linear.bias
+    return bias if bias is not None and bias.numel() else None  # Transformer Engine has an empty one for none

@@ -9,7 +9,7 @@ Written out, with ``G`` the tensor-parallel group::
 
     x -> enter -> A -> middle -> B -> (added to the base's output)
 
-Adding a kind of linear or a mode is adding a row.
+A magnitude of the output's rows (DoRA) is held as B is. Adding a kind of linear or a mode is adding a row.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,14 @@ class Factor(Enum):
         return {Factor.REPLICATED: None, Factor.RANK: 0, Factor.INPUT: 1, Factor.OUTPUT: 0}[self]
 
 
+class Sees(Enum):
+    """What of the input a rank multiplies with A, and keeps."""
+
+    ALL = "all of it"
+    SEQUENCE = "its shard"
+    FEATURES = "its shard of the features"
+
+
 class Enter(Enum):
     """How the input reaches A. The three of column-parallel sites are wide: ``[S, B, H]``."""
 
@@ -41,6 +49,7 @@ class Enter(Enum):
 class Middle(Enum):
     """What happens to ``z = A x``, which is rank wide: ``[S, B, r]``."""
 
+    AS_IS = "as it is"
     GATHER_SEQUENCE = "all-gather along the sequence; backward reduce-scatter"
     GATHER_RANK = "all-gather along rank; backward reduce-scatter"
     COPY = "as it is; backward all-reduce"
@@ -53,16 +62,16 @@ class Placement:
     """One row.
 
     Args:
-        kind: Kind of the base linear: ``column`` or ``row``.
+        kind: Kind of the base linear: ``column``, ``row`` or ``duplicated``.
         sequence: Whether activations outside the linear are sharded along the sequence.
         mode: ``gather``, ``regather`` or ``local``.
         a: How A is held.
         b: How B is held.
         enter: How the input reaches A.
         middle: What happens to z.
+        sees: What of the input this rank keeps. Dropout masks agree over the group if that is all of it, else differ.
         sum_a: A is replicated and saw a part of the tokens: its gradient is summed over the group.
         sum_b: The same of B.
-        keeps: What of the input is kept for backward: ``full`` or ``shard`` of the sequence.
         wide: Collectives of the input's width that the adapter adds to a step.
     """
 
@@ -73,9 +82,9 @@ class Placement:
     b: Factor
     enter: Enter
     middle: Middle
+    sees: Sees = Sees.ALL
     sum_a: bool = False
     sum_b: bool = False
-    keeps: str = "full"
     wide: int = 0
 
     @property
@@ -83,29 +92,37 @@ class Placement:
         """Short name, for the report."""
         return f"{self.kind}{', SP' if self.sequence else ''}: A {self.a.value}, B {self.b.value}"
 
+    @property
+    def splits_output_tokens(self) -> bool:
+        """Whether z and the output at B hold a shard of the sequence."""
+        return self.sequence and self.kind != "column"
 
+
+MODES = ("gather", "regather", "local")
 _FACTORS_ON_RANK = (Factor.RANK, Factor.OUTPUT)
 _COLUMN_LOCAL = (Factor.REPLICATED, Factor.OUTPUT)
 _ROW = (Factor.INPUT, Factor.REPLICATED)
+_COPIES = (Factor.REPLICATED, Factor.REPLICATED)
 
 
-def _row_parallel(mode: str) -> tuple[Placement, Placement]:
-    # Row-parallel sites are the same in every mode.
+def _same_in(mode: str) -> tuple[Placement, ...]:
+    """Row-parallel and duplicated linears, which are the same in every mode."""
+    part = {"sum_a": True, "sum_b": True, "sees": Sees.SEQUENCE}
     return (
-        Placement("row", True, mode, *_ROW, Enter.AS_IS, Middle.REDUCE_SCATTER, sum_b=True),
-        Placement("row", False, mode, *_ROW, Enter.AS_IS, Middle.REDUCE),
+        Placement("row", True, mode, *_ROW, Enter.AS_IS, Middle.REDUCE_SCATTER, Sees.FEATURES, sum_b=True),
+        Placement("row", False, mode, *_ROW, Enter.AS_IS, Middle.REDUCE, Sees.FEATURES),
+        Placement("duplicated", True, mode, *_COPIES, Enter.AS_IS, Middle.AS_IS, **part),  # type: ignore[arg-type]
+        Placement("duplicated", False, mode, *_COPIES, Enter.AS_IS, Middle.AS_IS),
     )
 
 
 TABLE: tuple[Placement, ...] = (
     Placement("column", True, "gather", *_FACTORS_ON_RANK, Enter.GATHER, Middle.GATHER_RANK, wide=1),
-    Placement("column", True, "regather", *_FACTORS_ON_RANK, Enter.REGATHER, Middle.GATHER_RANK, keeps="shard", wide=3),
-    Placement("column", True, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.GATHER_SEQUENCE, sum_a=True, keeps="shard"),
+    Placement("column", True, "regather", *_FACTORS_ON_RANK, Enter.REGATHER, Middle.GATHER_RANK, Sees.SEQUENCE, wide=3),
+    Placement("column", True, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.GATHER_SEQUENCE, Sees.SEQUENCE, sum_a=True),
     Placement("column", False, "gather", *_FACTORS_ON_RANK, Enter.COPY, Middle.GATHER_RANK, wide=1),
     Placement("column", False, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.COPY),
-    *_row_parallel("gather"),
-    *_row_parallel("regather"),
-    *_row_parallel("local"),
+    *(row for mode in MODES for row in _same_in(mode)),
 )
 
 

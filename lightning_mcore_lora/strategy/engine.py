@@ -163,8 +163,7 @@ class Engine:
             NotImplementedError: If what is trainable could not be saved.
         """
         assert self.parallel is not None
-        config = {name: (a.rank, a.scale, a.placement.name, a.placement.mode) for name, a in adapters(module)}
-        facts = {**agreement.module_facts(module), "adapters": config, **settings}
+        facts = {**agreement.module_facts(module), "adapters": [a.facts() for _, a in adapters(module)], **settings}
         agreement.check_same("Models, adapters or settings", facts)
         check_can_save(module)
         if self.reducer is not None:
@@ -203,9 +202,9 @@ class Engine:
         if self.reducer is not None:
             self.reducer.adopt(optimizer)
 
-    def trained(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Name to what is trained, and saved, of each trainable parameter: itself, or its float32 master."""
-        return {name: self.masters.of(p) for name, p in module.named_parameters() if p.requires_grad}
+    def saved(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Name to what is saved: each trainable parameter or its float32 master, and frozen factors of adapters."""
+        return {name: self.masters.of(p) for name, p in _saved_parameters(module).items()}
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -312,7 +311,7 @@ class Engine:
 
     def load_weights(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
         """Set trainable parameters and their masters."""
-        self.masters.load({name: p for name, p in module.named_parameters() if p.requires_grad}, weights)
+        self.masters.load(_saved_parameters(module), weights)
 
     def continue_streams(self, loaders: Sequence[ResumableLoader]) -> None:
         """Set the random streams of a loaded checkpoint, once."""
@@ -322,3 +321,8 @@ class Engine:
         for loader, epoch_start in zip(loaders, self._random_state["epochs"], strict=False):
             loader.epoch_start = epoch_start
         self._random_state = None
+
+
+def _saved_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    factors = {id(p) for _, adapter in adapters(module) for p in adapter.parameters()}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad or id(p) in factors}

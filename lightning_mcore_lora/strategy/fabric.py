@@ -171,7 +171,7 @@ class FabricFace(Processes, ParallelStrategy):
         keep = filter or {}
         if keep.keys() & optimizers.keys():
             raise NotImplementedError("filter: an optimizer is saved whole or not at all; leave it out of the state")
-        weights = {} if model is None else self.engine.trained(state[model])
+        weights = {} if model is None else self.engine.saved(state[model])
         left_out = {name for name, p in weights.items() if model in keep and not keep[model](name, p)}
         values = {}
         for key, value in state.items():
@@ -193,10 +193,10 @@ class FabricFace(Processes, ParallelStrategy):
                 "with the model (and the optimizer), or a model to fabric.load_raw"
             )
         if isinstance(state, nn.Module):
-            self.engine.load_weights(state, self.engine.load(str(path), self.engine.trained(state), [], strict).weights)
+            self.engine.load_weights(state, self.engine.load(str(path), self.engine.saved(state), [], strict).weights)
             return {}
         model, optimizers, loaders = self._split(state)
-        weights = {} if model is None else self.engine.trained(state[model])
+        weights = {} if model is None else self.engine.saved(state[model])
         loaded = self.engine.load(str(path), weights, list(optimizers.values()), strict and model is not None)
         values = loaded.rest["values"]
         saved = {*values, *loaded.rest["optimizers"], *([loaded.rest["model"]] if loaded.rest["model"] else [])}

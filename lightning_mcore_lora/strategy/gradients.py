@@ -1,6 +1,7 @@
 """Gradients: reduction through Megatron-Core's DDP, token weighting, global norm."""
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mcore_lora.adapters import adapters
+from lightning_mcore_lora.adapters import adapters, raise_unreached
 from lightning_mcore_lora.parallel import ParallelContext
 from lightning_mcore_lora.strategy.precision import Masters
 
@@ -71,6 +72,8 @@ class GradientReducer:
         self._adapters = [adapter for _, adapter in adapters(module)]
         for adapter in self._adapters:
             adapter.defer_sums(True)
+        self._unreached = {adapter.site.name: adapter.b for adapter in self._adapters if adapter.b.requires_grad}
+        self._watches = [b.register_hook(functools.partial(self._reached, name)) for name, b in self._unreached.items()]
         self._plain_losses = 0
         self._token_losses = 0
         self._num_tokens: Tensor | None = None
@@ -134,15 +137,24 @@ class GradientReducer:
         if self._holds and all(held.grad is None for held in self._held):
             self.clear()
 
+    def _reached(self, name: str, grad: Tensor) -> None:
+        self._unreached.pop(name, None)
+
     def finalize(self) -> None:
         """Reduce and scale the gradients in ``grad``, if that is not done yet. A collective over all processes.
 
         Raises:
             ValueError: If microbatches of one step, on any rank, differ in whether they give ``num_tokens``.
+            RuntimeError: If after the first step an adapter has got no gradient, naming its site.
         """
         self._drop_unwanted()
         if self._finalized:
             return
+        if self._watches:
+            for watch in self._watches:
+                watch.remove()
+            self._watches = []
+            raise_unreached(self._unreached)
         finalize_model_grads([self._ddp])
         # Counted over all replicas first, so that one that skipped its microbatches decides as the others do.
         tokens = 0 if self._num_tokens is None else self._num_tokens
@@ -210,6 +222,8 @@ class GradientReducer:
         for name in ("buffers", "bucket_groups", "expert_parallel_buffers", "expert_parallel_bucket_groups"):
             setattr(self._ddp, name, [])
         del self._ddp.module
+        for watch in self._watches:
+            watch.remove()
         for adapter in self._adapters:
             adapter.defer_sums(False)
         for parameter, trained in zip(self._parameters, self._trained, strict=True):

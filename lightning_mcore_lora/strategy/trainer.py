@@ -232,7 +232,7 @@ class TrainerFace(Processes, ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return {name: p.detach() for name, p in self.engine.trained(self.lightning_module).items()}
+        return {name: p.detach() for name, p in self.engine.saved(self.lightning_module).items()}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
@@ -241,7 +241,7 @@ class TrainerFace(Processes, ParallelStrategy):
         assert self.lightning_module is not None
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         optimizers = self._plain_optimizers() if "optimizer_states" in checkpoint else []
-        weights = self.engine.trained(self.lightning_module)
+        weights = self.engine.saved(self.lightning_module)
         self.engine.save(str(filepath), rest, weights, optimizers, self._training_loaders())
 
     @override
@@ -249,7 +249,7 @@ class TrainerFace(Processes, ParallelStrategy):
         assert self.lightning_module is not None
         resumes = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._plain_optimizers() if resumes else []  # an earlier fit may have left some
-        loaded = self.engine.load(str(checkpoint_path), self.engine.trained(self.lightning_module), optimizers)
+        loaded = self.engine.load(str(checkpoint_path), self.engine.saved(self.lightning_module), optimizers)
         checkpoint = loaded.rest | {"state_dict": loaded.weights}
         if loaded.optimizer_states:  # without, the Trainer says that only weights were saved
             checkpoint["optimizer_states"] = loaded.optimizer_states

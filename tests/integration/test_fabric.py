@@ -248,7 +248,7 @@ def _run(directory: str, out: str, stop_at: int | None, resume: bool, precision:
             if state["step"] == stop_at:
                 fabric.save(out, state, filter={"note": lambda name, value: name == "keep"})
                 return {}
-    trained = fabric.strategy.engine.trained(model)
+    trained = fabric.strategy.engine.saved(model)
     moments = optimizer.state_dict()["state"]
     return {
         "order": order,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore_lora.adapters.placement import lookup
+from lightning_mcore_lora.adapters.placement import Sees, lookup
 from tests import site_runs
 from tests.site_runs import BATCH, D_IN, RANK, SEQUENCE, cost, errors
 from tests.workers import WorkerPool
@@ -21,7 +21,7 @@ def worst(ranks: list[dict[str, float]]) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("kind", ["column", "row", "duplicated"])
 def test_exact(workers: WorkerPool, kind: str, tp: int, sequence: bool, mode: str) -> None:
     assert worst(workers(tp, errors, kind, tp, sequence, mode)) < BOUND
 
@@ -32,6 +32,35 @@ def test_local_takes_any_rank(workers: WorkerPool, kind: str, tp: int) -> None:
     assert worst(workers(tp, errors, kind, tp, True, "local", 5)) < BOUND
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rslora": {"rslora": True},
+    "dropout": {"dropout": 0.3},
+    "A frozen": {"freeze_a": True},
+    "canonical": {"canonical": True},
+    "dora": {"dora": True},
+    "all with bias": {"rslora": True, "dropout": 0.3, "canonical": True, "dora": True, "bias": True},
+    "gather_output": {"gather_output": True, "canonical": True},
+}
+KINDS = ("column", "row", "duplicated")
+
+
+def _all_errors(tp: int, sequence: bool, options: dict[str, Any]) -> dict[str, float]:
+    kinds = KINDS[:1] if "gather_output" in options else KINDS
+    return {
+        f"{kind} {mode} {name}": error
+        for kind in kinds
+        for mode in MODES
+        for name, error in errors(kind, tp, sequence, mode, **options).items()
+    }
+
+
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_is_exact(workers: WorkerPool, option: str, tp: int, sequence: bool) -> None:
+    for rank in workers(tp, _all_errors, tp, sequence, OPTIONS[option]):
+        assert not {name: error for name, error in rank.items() if not error < BOUND}
+
+
 # -- cost: DESIGN's table of bytes and wide collectives --------------------------------------------------------------
 
 FULL = SEQUENCE * BATCH * D_IN * 8
@@ -40,14 +69,15 @@ Z = SEQUENCE * BATCH * RANK * 8
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize(
-    ("mode", "keeps", "wide"), [("gather", "full", 1), ("regather", "shard", 3), ("local", "shard", 0)]
+    ("mode", "sees", "wide"),
+    [("gather", Sees.ALL, 1), ("regather", Sees.SEQUENCE, 3), ("local", Sees.SEQUENCE, 0)],
 )
-def test_column_keeps_and_sends(workers: WorkerPool, tp: int, mode: str, keeps: str, wide: int) -> None:
+def test_column_keeps_and_sends(workers: WorkerPool, tp: int, mode: str, sees: Sees, wide: int) -> None:
     placement = lookup("column", True, mode)
-    assert (placement.keeps, placement.wide) == (keeps, wide)
+    assert (placement.sees, placement.wide) == (sees, wide)
     floor, with_adapter = (workers(tp, cost, "column", tp, True, m)[0] for m in (None, mode))
     assert floor["kept"] == 0
-    assert with_adapter["kept"] == {"full": FULL, "shard": FULL // tp}[keeps] + Z
+    assert with_adapter["kept"] == (FULL if sees is Sees.ALL else FULL // tp) + Z
     assert floor["wide"] == 2
     assert with_adapter["wide"] - floor["wide"] == wide
 
@@ -64,6 +94,32 @@ def test_row_keeps_its_shard_and_sends_nothing_wide(workers: WorkerPool, mode: s
 def test_column_without_sequence_parallelism(workers: WorkerPool, mode: str, wide: int) -> None:
     floor, with_adapter = (workers(2, cost, "column", 2, False, m)[0] for m in (None, mode))
     assert with_adapter["wide"] - floor["wide"] == wide
+
+
+def _predictions(tp: int, sequence: bool) -> dict[str, tuple[int, ...]]:
+    """Counted and predicted, of each kind, mode and option."""
+    options = {name: OPTIONS[name] for name in ("dropout", "A frozen", "canonical", "dora", "all with bias")}
+    found = {}
+    for kind in KINDS:
+        floor = cost(kind, tp, sequence, None)
+        for mode in MODES:
+            for name, option in {"plain": {}, **options}.items():
+                counted = cost(kind, tp, sequence, mode, **option)
+                sent = counted["sent"] - floor["sent"]
+                found[f"{kind} {mode} {name}"] = (
+                    counted["kept"] - floor["kept"],
+                    counted["predicted kept"],
+                    sent,
+                    counted["predicted sent"],
+                )
+    return found
+
+
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, sequence: bool) -> None:
+    for rank in workers(tp, _predictions, tp, sequence):
+        for name, (kept, predicted_kept, sent, predicted_sent) in rank.items():
+            assert (kept, sent) == (predicted_kept, predicted_sent), name
 
 
 # -- the tests can fail: each of these mistakes is far outside the bound ---------------------------------------------
@@ -134,14 +190,16 @@ def _initial(tp: int, mode: str, seed_by_rank: bool = False) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         if seed_by_rank:
-            original = layer._full_fan_a
+            original = layer.initial_a
             rank = torch.distributed.get_rank()
-            patch.setattr(layer, "_full_fan_a", lambda site, width, seed: original(site, width, seed + rank))
-        patch.setattr(layer.LoRAAdapter, "load_full", lambda self, a, b: None)
+            patch.setattr(
+                layer, "initial_a", lambda site, width, init, seed, parts: original(site, width, init, seed + rank)
+            )
+        patch.setattr(layer.LoRAAdapter, "load_full", lambda self, a, b, magnitude: None)
         found = {}
         for kind in ("column", "row"):
-            lora = site_runs.build(kind, tp, tp > 1, mode)[0].linear.lora
-            found[kind] = (lora.placement.a.dim(), lora.a.detach().clone(), lora.b.detach().clone())
+            lora = site_runs.build(kind, tp, tp > 1, mode).linear.lora
+            found[kind] = (lora.plan.placement.a.dim(), lora.a.detach().clone(), lora.b.detach().clone())
         return found
 
 

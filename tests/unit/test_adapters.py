@@ -11,7 +11,9 @@ from torch import nn
 
 from lightning_mcore_lora import LoRAConfig, LoRAReport, LoRASPCallback, apply_lora, remove_lora
 from lightning_mcore_lora.adapters import SiteReport, adapters
+from lightning_mcore_lora.adapters.cost import Cost
 from lightning_mcore_lora.adapters.placement import TABLE, Factor, lookup
+from lightning_mcore_lora.adapters.report import TRAINED
 from tests.workers import WorkerError, WorkerPool
 
 DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -54,7 +56,7 @@ def test_callback_shorthand(arguments: dict[str, Any], mode: str) -> None:
     [
         ({"regather": True, "sequence_mode": "local"}, "regather=True means sequence_mode='regather', not 'local'"),
         ({"config": LoRAConfig(), "rank": 4}, r"config and \['rank'\] are both given"),
-        ({"ranks": 4}, r"unknown setting among \['ranks'\]; known: \['alpha', 'rank'"),
+        ({"ranks": 4}, r"unknown setting among \['ranks'\]; known: \['alpha', .*'rank'"),
     ],
 )
 def test_callback_refuses_contradictions(arguments: dict[str, Any], match: str) -> None:
@@ -75,16 +77,23 @@ def test_table_has_one_row_for_each_case() -> None:
 
 
 def test_report_groups_equal_layers() -> None:
-    sites = [SiteReport(f"decoder.layers.{i}.mlp.linear_fc1", "column", "local", None, 10) for i in range(3)]
-    sites.append(SiteReport("decoder.layers.3.mlp.linear_fc1", "column", "gather", "because", 10))
+    path, shared = "decoder.layers.{}.mlp.linear_fc1", {"kind": "column", "placement": "A, B", "rank": 4}
+    cost = Cost(kept_per_token=2.0, sent_per_token=1.0, sent_per_step=512.0)
+    sites = [SiteReport(path.format(i), mode="local", parameters=10, cost=cost, **shared) for i in range(3)]
+    sites.append(SiteReport(path.format(3), mode="gather", reason="because", parameters=10, **shared))
     sites.append(SiteReport("output_layer", reason="tied"))
+    sites.append(SiteReport("decoder.final_layernorm", mode=TRAINED, parameters=10))
     report = LoRAReport(tuple(sites), base_parameters=960)
     text = str(report)
     assert text.count("linear_fc1") == 2
+    assert "6 KiB" in text, "kept by three layers and 1024 tokens"
+    assert "4.5 KiB" in text, "sent by three layers"
+    assert report.cost.kept(100) == 600
+    assert report.cost.sent(100, microbatches=3) == 3 * 3 * 100 + 3 * 512
     assert "layers.*.mlp" in text
     assert "because" in text
     assert "not adapted" in text
-    assert "40 trainable of 1,000 parameters (4.00 %)" in text
+    assert "50 trainable of 1,000 parameters (5.00 %)" in text
     assert report.to_dict()["sites"][3]["reason"] == "because"
     assert [site.site for site in report.fallbacks] == ["decoder.layers.3.mlp.linear_fc1"]
 
@@ -296,7 +305,7 @@ def test_recompute_reaches_adapters_over_a_frozen_embedding(
 
 def test_a_model_without_linears_is_explained() -> None:
     with pytest.raises(ValueError, match="configure_model"):
-        apply_lora(nn.Linear(2, 2), LoRAConfig())
+        apply_lora(nn.LayerNorm(2), LoRAConfig())
 
 
 def test_docs_show_the_table() -> None:

@@ -1,0 +1,86 @@
+"""What an adapter keeps for backward and sends, predicted from its row of the placement table."""
+
+from dataclasses import dataclass
+
+from lightning_mcore_lora.adapters.config import LoRAConfig
+from lightning_mcore_lora.adapters.eligibility import norm_is_recomputed, site_is_recomputed
+from lightning_mcore_lora.adapters.layer import LoRAAdapter
+from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Sees
+
+#: Passes over the tensor in a step, forward and backward together; an all-reduce is a reduce-scatter and an all-gather.
+_MIDDLE_PASSES = {
+    Middle.AS_IS: 0,
+    Middle.GATHER_SEQUENCE: 2,
+    Middle.GATHER_RANK: 2,
+    Middle.COPY: 2,
+    Middle.REDUCE: 2,
+    Middle.REDUCE_SCATTER: 2,
+}
+_ENTER_PASSES = {Enter.AS_IS: 0, Enter.GATHER: 1, Enter.REGATHER: 3, Enter.COPY: 2}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes on one rank that the adapter adds to the frozen base.
+
+    A collective over n processes of a tensor of N bytes counts ``N (n - 1) / n`` sent in each pass.
+
+    Args:
+        kept_per_token: Kept for backward, for each token of a microbatch.
+        kept_per_microbatch: Kept beside that: DoRA's norms and ratios.
+        sent_per_token: Sent in forward and backward, for each token of a microbatch.
+        sent_per_microbatch: Sent beside that in each microbatch: DoRA's norms.
+        sent_per_step: Sent once in an optimizer step: the sums of replicated factors' gradients.
+    """
+
+    kept_per_token: float = 0.0
+    kept_per_microbatch: float = 0.0
+    sent_per_token: float = 0.0
+    sent_per_microbatch: float = 0.0
+    sent_per_step: float = 0.0
+
+    def kept(self, tokens: int) -> int:
+        """Bytes kept for backward by a microbatch of so many tokens, the whole sequence's."""
+        return round(self.kept_per_token * tokens + self.kept_per_microbatch)
+
+    def sent(self, tokens: int, microbatches: int = 1) -> int:
+        """Bytes sent in an optimizer step of so many microbatches of so many tokens."""
+        per_microbatch = self.sent_per_token * tokens + self.sent_per_microbatch
+        return round(per_microbatch * microbatches + self.sent_per_step)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
+    """The cost of an adapter that trains, for activations in the dtype of the base's weight.
+
+    Gradients of the factors are summed as the strategy does it, in float32, once per step.
+    """
+    site, plan, row = adapter.site, adapter.plan, adapter.plan.placement
+    n, element = site.group.size(), site.like.element_size()
+    single = max(element, 4)  # of what is never in half precision
+    share = (n - 1) / n
+    z, wide = plan.width * element, site.d_in * element
+    kept_input = wide / (1 if row.sees is Sees.ALL else n)
+    shares_input = site.type.keeps_input and row.enter is not Enter.GATHER
+    if config.freeze_a or plan.known is not None or shares_input or norm_is_recomputed(site):
+        kept_input = 0.0
+    at_output = 1 / n if row.splits_output_tokens else 1.0
+    d_out = site.d_out // (n if row.b is Factor.OUTPUT else 1)
+    output = d_out * element if config.dora else 0
+    enter = _ENTER_PASSES[row.enter] + (row.enter is Enter.GATHER and not site.type.shares_gather)
+    norms = 0.0
+    if config.dora and row.a is Factor.INPUT:
+        norms = 2 * d_out * single * share
+    elif config.dora and row.a is Factor.RANK:
+        norms = plan.width * site.d_in * single * share
+    trained = {"a": 0 if config.freeze_a else adapter.a.numel(), "b": adapter.b.numel() + config.dora * d_out}
+    keeps = not site_is_recomputed(site)
+    return Cost(
+        kept_per_token=keeps * (kept_input + (z + output) * at_output),
+        kept_per_microbatch=keeps * config.dora * d_out * (element + single),
+        sent_per_token=share * (_MIDDLE_PASSES[row.middle] * z + enter * wide),
+        sent_per_microbatch=norms,
+        sent_per_step=share * 2 * 4 * (row.sum_a * trained["a"] + row.sum_b * trained["b"]),
+    )
