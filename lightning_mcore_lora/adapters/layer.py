@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from lightning_mcore_lora.adapters.config import DTYPES, LoRAConfig
 from lightning_mcore_lora.adapters.dora import RowNorms
 from lightning_mcore_lora.adapters.initial import initial_a
+from lightning_mcore_lora.adapters.linears import bias_of
 from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Placement, Sees
 from lightning_mcore_lora.adapters.producers import Known, Producer
 from lightning_mcore_lora.adapters.products import Blocks, Dropout, down, drop, up
@@ -80,8 +81,10 @@ class LoRAAdapter(nn.Module):
         self.plan = plan
         self.dropout = config.dropout
         self.sums_in_autograd = True
+        self._rows: Tensor | None
         self._dtype = DTYPES[config.dtype]
-        self._blocks = _blocks(site) if len(plan.parts) > 1 else None
+        # A buffer, so that it moves with the model.
+        self.register_buffer("_rows", _part_of_each_row(site) if len(plan.parts) > 1 else None, persistent=False)
         self._producer: Producer | None = None
         placement, rows = plan.placement, site.output_parts
         a = initial_a(site, plan.rank, config.init, config.seed, plan.parts)
@@ -191,7 +194,7 @@ class LoRAAdapter(nn.Module):
         product = self._regathered if placement.enter is Enter.REGATHER and group.size() > 1 else self._down
         z = product(ran.x, placement, dropout, source)
         z = _MIDDLE[placement.middle](z * scale, group)
-        output = up(ran.output, z, self._summed("b"), self._blocks)
+        output = up(ran.output, z, self._summed("b"), self._blocks())
         return ran.finish(self._with_magnitude(output))
 
     def _draw(self, placement: Placement) -> Dropout | None:
@@ -227,9 +230,13 @@ class LoRAAdapter(nn.Module):
             tp_group=self.site.group,
         )
 
+    def _blocks(self) -> Blocks | None:
+        return None if self._rows is None else Blocks(self._rows, len(self.plan.parts))
+
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
-        b = self._blocks.expand(self.b) if self._blocks else self.b
+        blocks = self._blocks()
+        b = blocks.expand(self.b) if blocks else self.b
         return self._norms(self.a, b, self.plan.scale)
 
     def _with_magnitude(self, output: Tensor) -> Tensor:
@@ -245,16 +252,14 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _blocks(site: Site) -> Blocks:
-    parts = site.parts()
-    block = torch.cat([torch.full((part.rows,), i) for i, part in enumerate(parts)])
-    rows = block.repeat(site.d_out // site.group.size() // len(block))
-    return Blocks(rows.to(site.like.device), len(parts))
+def _part_of_each_row(site: Site) -> Tensor:
+    """Number of the fused part that each output row of this rank belongs to, ``[d_out]``."""
+    block = torch.cat([torch.full((part.rows,), i) for i, part in enumerate(site.parts())])
+    return block.repeat(site.d_out // site.group.size() // len(block)).to(site.like.device)
 
 
 def _added_bias(linear: Any) -> Tensor | None:
     """The bias that is in the base's output already, not left to its caller."""
     if getattr(linear, "skip_bias_add", False) or getattr(linear, "te_return_bias", False):
         return None
-    bias = linear.bias
-    return bias if bias is not None and bias.numel() else None  # Transformer Engine has an empty one for none
+    return bias_of(linear)

@@ -218,6 +218,12 @@ LINEARS: tuple[LinearType, ...] = (
 )
 
 
+def bias_of(linear: Any) -> Tensor | None:
+    """The bias of a linear; Transformer Engine has an empty one for none."""
+    bias = getattr(linear, "bias", None)
+    return bias if bias is not None and bias.numel() else None
+
+
 def linear_type(module: nn.Module) -> LinearType | None:
     """The row for a module; subclasses have rows of their own."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"

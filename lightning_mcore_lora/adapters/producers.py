@@ -13,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
+from lightning_mcore_lora.adapters.linears import bias_of
 from lightning_mcore_lora.adapters.products import Source
 from lightning_mcore_lora.adapters.sites import Site
 
@@ -65,7 +66,7 @@ def _unfused_norm(site: Site) -> Known | None:
 def _activation(site: Site) -> Known | None:
     mlp: Any = site.parents[0] if site.parents else None
     # With a bias only its sum with fc1's output is kept.
-    if site.leaf != "linear_fc2" or type(mlp) is not MLP or mlp.linear_fc1.bias is not None:
+    if site.leaf != "linear_fc2" or type(mlp) is not MLP or bias_of(mlp.linear_fc1) is not None:
         return None
     if mlp.config.use_te_activation_func:
         return None

@@ -115,7 +115,7 @@ class MoEModule(pl.LightningModule):
         if self.model is None:
             parallel = self.trainer.strategy.parallel
             self.model = mcore_runs.moe_or_dense_model(parallel, **MOE)
-            mcore_runs._fill_by_name(self.model, parallel)
+            mcore_runs.fill_by_name(self.model, parallel)
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         positions = torch.arange(ids.shape[1])[None].expand_as(ids)

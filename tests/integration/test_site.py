@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore_lora.adapters.placement import Sees, lookup
+from lightning_mcore_lora.adapters.placement import TABLE, Enter, Middle, Sees, lookup
 from tests import site_runs
+from tests.breakages import breakages, errors_when_broken
 from tests.site_runs import BATCH, D_IN, RANK, SEQUENCE, cost, errors
-from tests.workers import WorkerPool
+from tests.workers import WorkerError, WorkerPool
 
 BOUND = 1e-12
 MODES = ("gather", "regather", "local")
@@ -125,6 +126,25 @@ def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, sequenc
 # -- the tests can fail: each of these mistakes is far outside the bound ---------------------------------------------
 
 
+def test_every_collective_of_the_table_can_be_broken() -> None:
+    for row in TABLE:
+        kinds = {what.partition(" ")[0] for what in breakages(row)}
+        assert ("middle" in kinds) == (row.middle is not Middle.AS_IS), row
+        assert ("enter" in kinds) == (row.enter is not Enter.AS_IS), row
+        assert {"sum_a", "sum_b"} & kinds == {n for n in ("sum_a", "sum_b") if getattr(row, n)}, row
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_every_broken_collective_is_caught(workers: WorkerPool, tp: int, sequence: bool) -> None:
+    ranks = workers(tp, errors_when_broken, tp, sequence)
+    assert ranks[0].keys() == {
+        (row.kind, row.mode, what) for row in TABLE if row.sequence == sequence for what in breakages(row)
+    }
+    for broken in ranks[0]:
+        assert max(rank[broken] for rank in ranks) > 10 * BOUND, broken
+
+
 def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
     import megatron.core.tensor_parallel as mcore
     from megatron.core.tensor_parallel import mappings
@@ -132,9 +152,7 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
     from lightning_mcore_lora.adapters import layer, sites
 
     with pytest.MonkeyPatch.context() as patch:
-        if mutation == "copy_to dropped":
-            patch.setattr(mcore, "copy_to_tensor_model_parallel_region", lambda tensor, group: tensor)
-        elif mutation == "sum turned into mean":
+        if mutation == "sum turned into mean":
 
             def mean(tensor: torch.Tensor, group: Any) -> torch.Tensor:
                 summed = mappings.copy_to_tensor_model_parallel_region(tensor, group=group)
@@ -157,6 +175,20 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
             patch.setattr(layer.LoRAAdapter, "_part", part)
         elif mutation == "gate and up not kept apart":
             patch.setattr(sites.Site, "output_parts", property(lambda self: 1))
+        elif mutation == "one mask for every rank":
+            patch.setattr(layer.LoRAAdapter, "_draw", lambda self, row: layer.Dropout.draw(self.dropout, 0))
+            return site_runs.errors(kind, 2, True, mode, dropout=0.3)
+        elif mutation == "another mask in backward":
+            from lightning_mcore_lora.adapters import products
+
+            right = products.Dropout.__call__
+
+            def other(self: Any, x: torch.Tensor) -> torch.Tensor:
+                in_backward = torch._C._current_graph_task_id() != -1
+                return right(products.Dropout(self.p, self.seed + in_backward), x)
+
+            patch.setattr(products.Dropout, "__call__", other)
+            return site_runs.errors(kind, 2, True, mode, dropout=0.3)
         tp = 2
         return site_runs.errors(kind, tp, True, mode)
 
@@ -164,10 +196,9 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("mutation", "kind", "mode"),
     [
-        ("copy_to dropped", "column", "local"),
-        ("copy_to dropped", "row", "local"),
         ("sum turned into mean", "column", "local"),
         ("sum turned into mean", "row", "gather"),
+        ("sum turned into mean", "duplicated", "local"),
         ("wrong group", "column", "local"),
         ("wrong group", "column", "regather"),
         ("wrong group", "row", "local"),
@@ -175,11 +206,17 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
         ("shard order swapped", "column", "gather"),
         ("shard order swapped", "row", "local"),
         ("gate and up not kept apart", "column", "local"),
+        ("another mask in backward", "column", "local"),
     ],
 )
 def test_mistake_is_caught(workers: WorkerPool, mutation: str, kind: str, mode: str) -> None:
     world = 4 if mutation == "wrong group" else 2  # two data-parallel ranks, so that the wrong group has as many
     assert worst(workers(world, _mutated, mutation, kind, mode)) > 10 * BOUND
+
+
+def test_one_mask_for_every_rank_is_caught(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="AssertionError"):
+        workers(2, _mutated, "one mask for every rank", "row", "local")
 
 
 # -- initial factors -------------------------------------------------------------------------------------------------

@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mcore_lora import LoRAConfig, LoRAReport, LoRASPCallback, apply_lora, remove_lora
+from lightning_mcore_lora import (
+    LoRAConfig,
+    LoRAReport,
+    LoRASPCallback,
+    apply_lora,
+    check_gradients,
+    lora_plus_groups,
+    remove_lora,
+)
 from lightning_mcore_lora.adapters import SiteReport, adapters
 from lightning_mcore_lora.adapters.cost import Cost
+from lightning_mcore_lora.adapters.matching import matches
 from lightning_mcore_lora.adapters.placement import TABLE, Factor, lookup
 from lightning_mcore_lora.adapters.report import TRAINED
 from tests.workers import WorkerError, WorkerPool
@@ -28,6 +37,12 @@ DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
         ({"sequence_mode": "best"}, "sequence_mode='best' must be one of"),
         ({"target_modules": "linear_qkv"}, "must be a list of names"),
         ({"target_modules": []}, "target_modules is empty"),
+        ({"target_modules": ["linear_*"]}, r"target_modules: 'linear_\*' has the component 'linear_\*'"),
+        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        ({"rank_pattern": {"linear_qkv": 0}}, r"rank_pattern\['linear_qkv'\]=0 must be a positive integer"),
+        ({"init": "pissa"}, "it changes the frozen base weights"),
+        ({"init": "zeros"}, "init='zeros' must be one of"),
+        ({"dtype": "float8"}, "dtype='float8' must be one of"),
     ],
 )
 def test_config_is_checked(settings: dict[str, Any], match: str) -> None:
@@ -189,9 +204,134 @@ def test_experts_are_left_alone_and_said(workers: WorkerPool) -> None:
     assert reasons == {"expert linears are not supported yet", "shared-expert linears are not supported yet"}
 
 
+# -- targets -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "hit"),
+    [
+        ("linear_fc1", "decoder.layers.1.mlp.linear_fc1", True),
+        ("mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc1", True),
+        ("fc1", "decoder.layers.1.mlp.linear_fc1", False),
+        ("*.layers.1.*", "decoder.layers.1.mlp.linear_fc1", True),
+        ("*.layers.1.*", "decoder.layers.11.mlp.linear_fc1", False),
+        ("*.layers.1.linear_fc1", "decoder.layers.1.mlp.linear_fc1", False),
+        ("layers.1.*.linear_fc1", "decoder.layers.1.mlp.linear_fc1", True),
+        ("*.linear_fc1", "linear_fc1", False),
+        ("output_layer", "output_layer", True),
+    ],
+)
+def test_patterns(pattern: str, path: str, hit: bool) -> None:
+    assert matches(pattern, path) == hit
+
+
+def _adapted(lora: dict[str, Any], **config: Any) -> list[str]:
+    return [site.site for site in apply_lora(_model(1, **config), LoRAConfig(rank=4, **lora)).sites]
+
+
+FC1, FC2 = (f"decoder.layers.{{}}.mlp.linear_fc{i}" for i in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("lora", "adapted"),
+    [
+        ({"target_modules": ["linear_fc1"]}, [FC1.format(0), FC1.format(1)]),
+        ({"target_modules": ["*.layers.1.*"], "exclude_modules": ["self_attention.*"]}, [FC1.format(1), FC2.format(1)]),
+        ({"target_modules": ["linear_fc2"], "layers_to_transform": [1]}, [FC2.format(1)]),
+        ({"target_modules": ["linear_fc2", "output_layer"], "layers_to_transform": 0}, [FC2.format(0)]),
+        ({"target_modules": ["output_layer"]}, ["output_layer"]),
+        (
+            {"target_modules": ["output_layer"], "modules_to_save": ["mlp", "final_layernorm"]},
+            ["output_layer", "decoder.layers.0.mlp", "decoder.layers.1.mlp", "decoder.final_layernorm"],
+        ),
+    ],
+)
+def test_targets(workers: WorkerPool, lora: dict[str, Any], adapted: list[str]) -> None:
+    assert workers(1, _adapted, lora)[0] == adapted
+
+
+def _second_stage() -> list[str]:
+    model = _model(1)
+    for layer in model.decoder.layers:
+        layer.layer_number += 2  # as on the second of two pipeline stages
+    report = apply_lora(model, LoRAConfig(rank=4, target_modules=("linear_fc1",), layers_to_transform=(3,)))
+    return [site.site for site in report.sites]
+
+
+def test_layers_are_numbered_over_pipeline_stages(workers: WorkerPool) -> None:
+    assert workers(1, _second_stage)[0] == [FC1.format(3)]
+
+
+def _counts() -> dict[str, Any]:
+    model = _model(1)
+    lora = {"target_modules": ("linear_qkv",), "rank_pattern": {"*.layers.1.*": 2}, "alpha_pattern": {"linear_qkv": 6}}
+    report = apply_lora(model, LoRAConfig(rank=4, dora=True, modules_to_save=("final_layernorm",), **lora))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "counted": trainable,
+        "reported": report.trainable_parameters,
+        "total": (sum(p.numel() for p in model.parameters()), report.total_parameters),
+        "ranks": [site.rank for site in report.sites],
+        "scales": [adapter.plan.scale for _, adapter in adapters(model)],
+    }
+
+
+def test_report_counts_what_trains(workers: WorkerPool) -> None:
+    found = workers(1, _counts)[0]
+    assert found["counted"] == found["reported"] == 4 * (24 + 72) + 2 * (24 + 72) + 2 * 72 + 24
+    assert found["total"][0] == found["total"][1]
+    assert found["ranks"] == [4, 2, None]
+    assert found["scales"] == [1.5, 3.0]
+
+
+def _groups() -> dict[str, Any]:
+    model = _model(1)
+    apply_lora(model, LoRAConfig(rank=4, dora=True, freeze_a=True, modules_to_save=("final_layernorm",)))
+    rest, high = lora_plus_groups(model, lr=1e-3, ratio=4.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {"rest": {names[id(p)].rpartition(".")[2] for p in rest["params"]}, "high": high, "names": names}
+
+
+def test_lora_plus_groups(workers: WorkerPool) -> None:
+    found = workers(1, _groups)[0]
+    assert found["rest"] == {"magnitude", "weight"}, "a frozen A is in no group"
+    assert found["high"]["lr"] == 4e-3
+    assert len(found["high"]["params"]) == 8
+
+
+def _initial(init: str) -> tuple[torch.Tensor, ...]:
+    model = _model(1)
+    apply_lora(model, LoRAConfig(rank=8, init=init, canonical=True, dtype="bfloat16"))
+    adapter = next(a for _, a in adapters(model) if a.site.leaf == "linear_qkv")
+    assert adapter.a.dtype == adapter.b.dtype == torch.bfloat16
+    return tuple(adapter.a.detach().float().chunk(3))
+
+
+@pytest.mark.parametrize(
+    ("init", "largest", "spread"),
+    [
+        ("kaiming", 24**-0.5, (24 * 3) ** -0.5),
+        ("xavier", (6 / 32) ** 0.5, (2 / 32) ** 0.5),
+        ("gaussian", None, 1 / 8),
+    ],
+)
+def test_initial_a(workers: WorkerPool, init: str, largest: float | None, spread: float) -> None:
+    parts = workers(1, _initial, init)[0]
+    assert not torch.equal(parts[0], parts[1]), "q, k and v are drawn apart"
+    for part in parts:
+        assert part.std().item() == pytest.approx(spread, rel=0.2)
+        if largest is not None:
+            assert 0.9 * largest < part.abs().max() <= largest * 1.01
+
+
 @pytest.mark.parametrize(
     ("tp", "lora", "match"),
     [
+        (1, {"exclude_modules": ["linear_fc3"]}, r"exclude_modules: 'linear_fc3' matches no linear.*near.*'linear_fc"),
+        (1, {"rank_pattern": {"*.layers.7.*": 2}}, r"rank_pattern: '\*.layers.7.\*' matches no linear"),
+        (1, {"modules_to_save": ["final_layernrom"]}, r"no module of the model; near names: \['final_layernorm'"),
+        (1, {"modules_to_save": ["mlp"]}, r"linear_fc1'.* are in target_modules and in modules_to_save"),
+        (1, {"layers_to_transform": [1, 5]}, r"layers_to_transform: the model has no layer \[5\]; it has \[0, 1\]"),
         (3, {"sequence_mode": "regather"}, r"rank=4 is not divisible by tensor_parallel_size=3.*sequence_mode='local'"),
         (
             1,
@@ -265,42 +405,33 @@ def test_regather_only_where_a_backward_follows(workers: WorkerPool) -> None:
     assert set(seen.values()) == {"gather"}
 
 
-def _train_with(recompute: dict[str, Any], mode: str) -> dict[str, torch.Tensor]:
-    model = _model(2, **recompute)
+def _silent_adapters(recompute: dict[str, Any], through_strategy: bool) -> None:
+    """Without the package's hook on the embedding, block recompute leaves the first layer without gradients."""
     from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
-    from tests.mcore_runs import _fill_by_name
+    from lightning_mcore_lora.strategy.gradients import GradientReducer
+    from lightning_mcore_lora.strategy.precision import Masters
 
-    _fill_by_name(model, ParallelContext(ParallelSizes(2, 2, True, 1, 2)))
-    apply_lora(model, LoRAConfig(rank=4, sequence_mode=mode))
-    generator = torch.Generator().manual_seed(9)
-    for _, adapter in adapters(model):
-        site = adapter.site
-        adapter.load_full(
-            torch.randn(4, site.d_in, generator=generator), torch.randn(site.d_out, 4, generator=generator)
-        )
+    model = _model(1, **recompute)
+    apply_lora(model, LoRAConfig(rank=4))
+    model.embedding._forward_hooks.clear()
     ids = torch.arange(8)[None]
-    model(ids, ids, None, labels=ids).mean().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    if not through_strategy:
+        model(ids, ids, None, labels=ids).mean().backward()
+        check_gradients(model)
+    reducer = GradientReducer(model, ParallelContext(ParallelSizes(1)), Masters())
+    try:
+        reducer.before_backward(model(ids, ids, None, labels=ids).mean(), None).backward()
+        reducer.after_backward()
+        reducer.finalize()
+    finally:
+        reducer.close()
 
 
-@pytest.mark.parametrize("mode", ["gather", "regather", "local"])
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full"},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    ],
-    ids=["full", "mlp", "core_attn"],
-)
-def test_recompute_reaches_adapters_over_a_frozen_embedding(
-    workers: WorkerPool, recompute: dict[str, Any], mode: str
-) -> None:
-    plain, again = workers(2, _train_with, {}, mode), workers(2, _train_with, recompute, mode)
-    for one, other in zip(plain, again, strict=True):
-        for name, gradient in one.items():
-            assert other[name] is not None, f"{name} got no gradient"
-            assert torch.equal(gradient, other[name]), name
+@pytest.mark.parametrize("through_strategy", [False, True])
+def test_an_adapter_without_a_gradient_is_named(workers: WorkerPool, through_strategy: bool) -> None:
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    with pytest.raises(WorkerError, match=r"4 adapter\(s\) got no gradient.*'decoder.layers.0.self_attention.linear"):
+        workers(1, _silent_adapters, block, through_strategy)
 
 
 def test_a_model_without_linears_is_explained() -> None:
@@ -310,14 +441,16 @@ def test_a_model_without_linears_is_explained() -> None:
 
 def test_docs_show_the_table() -> None:
     """Each row of the placement table stands in docs/adapters.md; row-parallel ones, equal in every mode, once."""
-    lines = [re.split(r"\s*\|\s*", line)[1:-1] for line in DOCS.read_text().splitlines() if line.startswith("| ")][1:]
+    table = DOCS.read_text().partition("\n| linear |")[2].partition("\n\n")[0].splitlines()[2:]
     shown = set()
-    for linear, sequence, mode, a, b, _, _, wide in lines:
+    for line in table:
+        linear, sequence, mode, a, b, _, kept, wide = re.split(r"\s*\|\s*", line)[1:-1]
         modes = ("gather", "regather", "local") if mode == "any" else (mode.strip("`"),)
         for each in modes:
             row = lookup(linear.partition(" ")[0], sequence.startswith("sharded"), each)
             assert a == row.a.value + (", gradient summed" if row.sum_a else "")
             assert b == row.b.value + (", gradient summed" if row.sum_b else "")
+            assert kept == row.sees.value
             assert int(wide.partition(":")[0]) == row.wide
             shown.add(row)
     assert shown == set(TABLE)

@@ -1,0 +1,1 @@
+"""Costs, measured as ratios within one run."""
