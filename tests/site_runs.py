@@ -14,7 +14,7 @@ NAMES = {"column": "linear_fc1", "row": "linear_fc2", "duplicated": "gate"}
 
 @dataclass
 class Site:
-    """A linear with the whole values of its parameters, the report, and what the values are shared over."""
+    """A linear with the whole values of its parameters, and what the values are shared over."""
 
     linear: Any
     weight: Tensor
@@ -22,7 +22,6 @@ class Site:
     a: Tensor
     b: Tensor
     magnitude: Tensor
-    report: Any
     parallel: Any
 
 
@@ -82,16 +81,15 @@ def build(
             linear.bias.copy_(held(offset, kind, parallel, {"column": 0}.get(kind)))
     holder = MegatronModule(config)
     setattr(holder, NAMES[kind], linear)
-    report = None
     if mode is None:
         holder.requires_grad_(False)
     else:
         settings = LoRAConfig(rank=rank, alpha=ALPHA, target_modules=(NAMES[kind],), sequence_mode=mode, **lora)
-        report = apply_lora(holder, settings)
+        apply_lora(holder, settings)
         holder.double()
         for _, adapter in adapters(holder):
             adapter.load_full(a, b, magnitude)
-    return Site(linear, weight, offset if bias else None, a, b, magnitude, report, parallel)
+    return Site(linear, weight, offset if bias else None, a, b, magnitude, parallel)
 
 
 def held(tensor: Tensor, kind: str, parallel: Any, dim: int | None) -> Tensor:
@@ -204,6 +202,8 @@ def _whole_mask(drawn: Any, kind: str, parallel: Any, sequence: bool, mode: str,
 
 def cost(kind: str, tp: int, sequence: bool, mode: str | None, **options: Any) -> dict[str, Any]:
     """Bytes kept for backward and collectives of one forward and backward, and what the report predicts."""
+    from lightning_mcore_lora.adapters.cost import predict
+
     site = build(kind, tp, sequence, mode, **options)
     shape = [SEQUENCE, BATCH, D_IN]
     shape[0] //= tp if kind != "row" and sequence else 1
@@ -219,8 +219,8 @@ def cost(kind: str, tp: int, sequence: bool, mode: str | None, **options: Any) -
         out.sum().backward()
     counted = {"kept": kept_bytes, "wide": collectives.wide(SEQUENCE * BATCH * D_IN), "all": len(collectives.seen)}
     counted["sent"] = collectives.sent()
-    if site.report is not None:
-        predicted, tokens = site.report.cost, SEQUENCE * BATCH
+    if mode is not None:
+        predicted, tokens = predict(site.linear.lora, site.linear.lora.config), SEQUENCE * BATCH
         per_step = round(predicted.sent_per_step)
         counted |= {
             "predicted kept": predicted.kept(tokens),

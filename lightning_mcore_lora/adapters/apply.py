@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
 from lightning_mcore_lora.adapters.cost import predict
-from lightning_mcore_lora.adapters.eligibility import check_dropout, choose_mode, why_not_adapted, why_not_recomputed
+from lightning_mcore_lora.adapters.eligibility import (
+    check_dropout,
+    choose_mode,
+    what_is_lost,
+    why_not_adapted,
+    why_not_recomputed,
+)
 from lightning_mcore_lora.adapters.layer import LoRAAdapter, Plan
 from lightning_mcore_lora.adapters.matching import first_match, layer_of, matches, near_names
 from lightning_mcore_lora.adapters.placement import Factor, lookup
@@ -69,7 +75,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
                 predict(adapter, config),
             )
         )
-    for name, module in saved.items():
+    for name, module in saved:
         entries.append(SiteReport(name, mode=TRAINED, parameters=logical_parameters(module.parameters())))
     report = LoRAReport(tuple(entries), base_parameters)
     if not built:
@@ -77,7 +83,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
     model.requires_grad_(False)
     for adapter in built:
         adapter.attach()
-    for module in saved.values():
+    for _, module in saved:
         module.requires_grad_(True)
     _let_recompute_reach_adapters(model)
     _warn_of_fallbacks(report, len(built))
@@ -85,7 +91,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
 
 
 def remove_lora(model: nn.Module) -> None:
-    """Take every adapter out of a model. Parameters stay frozen.
+    """Take every adapter out of a model. Its other parameters stay frozen, or in training, as they are.
 
     Args:
         model: A model after :func:`apply_lora`.
@@ -158,7 +164,16 @@ def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
     unknown = sorted(set(config.layers_to_transform or ()) - layers)
     if unknown:
         raise ValueError(f"layers_to_transform: the model has no layer {unknown}; it has {sorted(layers)}")
-    return [site for site in found if _is_target(site.name, config)]
+    targets = [site for site in found if _is_target(site.name, config)]
+    if not targets:
+        raise ValueError(
+            f"exclude_modules={config.exclude_modules} and layers_to_transform={config.layers_to_transform} leave none "
+            f"of target_modules={config.target_modules}"
+        )
+    for setting, pattern in config.patterns():
+        if setting.endswith("_pattern") and not any(matches(pattern, site.name) for site in targets):
+            raise ValueError(f"{setting}: {pattern!r} matches none of the linears that target_modules names")
+    return targets
 
 
 def _is_target(name: str, config: LoRAConfig) -> bool:
@@ -167,27 +182,29 @@ def _is_target(name: str, config: LoRAConfig) -> bool:
     return config.layers_to_transform is None or layer_of(name) in config.layers_to_transform
 
 
-def _modules_to_save(config: LoRAConfig, model: nn.Module, targets: list[Site]) -> dict[str, nn.Module]:
+def _modules_to_save(config: LoRAConfig, model: nn.Module, targets: list[Site]) -> list[tuple[str, nn.Module]]:
+    """Name and module of each that is to train in full; what lies inside another is left to that one."""
     names = module_names(model)
     modules = dict(model.named_modules())
-    saved: dict[str, nn.Module] = {}
+    saved: set[str] = set()
     for pattern in config.modules_to_save:
-        hits = {name: modules[path] for path, name in names.items() if matches(pattern, name)}
+        hits = [path for path, name in names.items() if matches(pattern, name)]
         if not hits:
             near = near_names(pattern, filter(None, names.values()))
             raise ValueError(f"modules_to_save: {pattern!r} matches no module of the model; near names: {near}")
-        hits = {name: module for name, module in hits.items() if next(module.parameters(), None) is not None}
+        hits = [path for path in hits if next(modules[path].parameters(), None) is not None]
         if not hits:
             raise ValueError(
-                f"modules_to_save: what {pattern!r} matches has no parameters of its own (a tied output layer is the "
-                "embedding: name 'word_embeddings')"
+                f"modules_to_save: what {pattern!r} matches has no parameters of its own. A tied output layer is the "
+                "embedding: name 'word_embeddings'. A norm may be fused into its linear, as Transformer Engine's are"
             )
-        saved |= hits
-    both = [site.name for site in targets if any(f"{site.name}.".startswith(f"{name}.") for name in saved)]
+        saved |= set(hits)
+    outer = [path for path in names if path in saved and not any(path.startswith(f"{other}.") for other in saved)]
+    inside = {id(module) for path in outer for module in modules[path].modules()}
+    both = [site.name for site in targets if id(site.linear) in inside]
     if both:
         raise ValueError(f"{both[:4]} are in target_modules and in modules_to_save: choose one, or use exclude_modules")
-    # What lies inside another is counted with it.
-    return {n: m for n, m in saved.items() if not any(n != other and n.startswith(f"{other}.") for other in saved)}
+    return [(names[path], modules[path]) for path in outer]
 
 
 # -- one site ------------------------------------------------------------------------------------------------------
@@ -214,7 +231,7 @@ def _plan(site: Site, config: LoRAConfig) -> Plan:
         reason = why_not_recomputed(site, mode)
         known = find_producer(site) if reason is None else None
         plan = dataclasses.replace(plan, known=known, fallback=fallback or reason)
-    return plan
+    return dataclasses.replace(plan, fallback=plan.fallback or what_is_lost(site))
 
 
 def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -1,5 +1,6 @@
 """What the user chooses about adapters."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -75,10 +76,10 @@ class LoRAConfig:
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
                 raise ValueError(f"{_of('rank', name)}={rank!r} must be a positive integer")
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if not alpha > 0:
-                raise ValueError(f"{_of('alpha', name)}={alpha!r} must be positive")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} must be at least 0 and below 1")
+            if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+                raise ValueError(f"{_of('alpha', name)}={alpha!r} must be a positive number")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} must be a number, at least 0 and below 1")
         if self.init == "pissa":
             raise ValueError(
                 "init='pissa' is not supported: it changes the frozen base weights, which neither an adapter's "
@@ -92,8 +93,11 @@ class LoRAConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a list of names, not one string")
             object.__setattr__(self, name, tuple(getattr(self, name)))  # a list, from YAML
         if self.layers_to_transform is not None:
-            layers = self.layers_to_transform
-            object.__setattr__(self, "layers_to_transform", (layers,) if isinstance(layers, int) else tuple(layers))
+            given = self.layers_to_transform
+            layers = (given,) if isinstance(given, int) else tuple(given)
+            if not layers or not all(type(layer) is int for layer in layers):
+                raise ValueError(f"layers_to_transform={given!r} must be numbers of layers, from 0")
+            object.__setattr__(self, "layers_to_transform", layers)
         if not self.target_modules:
             raise ValueError("target_modules is empty: name at least one linear, for example 'linear_qkv'")
         for setting, pattern in self.patterns():

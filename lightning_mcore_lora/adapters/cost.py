@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
-from lightning_mcore_lora.adapters.eligibility import norm_is_recomputed, site_is_recomputed
+from lightning_mcore_lora.adapters.eligibility import attention_keeps_output, norm_is_recomputed, site_is_recomputed
 from lightning_mcore_lora.adapters.layer import LoRAAdapter
 from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Sees
 
@@ -16,7 +16,6 @@ _MIDDLE_PASSES = {
     Middle.REDUCE: 2,
     Middle.REDUCE_SCATTER: 2,
 }
-_ENTER_PASSES = {Enter.AS_IS: 0, Enter.GATHER: 1, Enter.REGATHER: 3, Enter.COPY: 2}
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Cost:
 
     Args:
         kept_per_token: Kept for backward, for each token of a microbatch.
-        kept_per_microbatch: Kept beside that: DoRA's norms and ratios.
+        kept_per_microbatch: Kept beside that: DoRA's norms and ratios, A in the activations' dtype for re-gather.
         sent_per_token: Sent in forward and backward, for each token of a microbatch.
         sent_per_microbatch: Sent beside that in each microbatch: DoRA's norms.
         sent_per_step: Sent once in an optimizer step: the sums of replicated factors' gradients.
@@ -63,14 +62,19 @@ def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
     share = (n - 1) / n
     z, wide = plan.width * element, site.d_in * element
     kept_input = wide / (1 if row.sees is Sees.ALL else n)
-    is_copy = row.enter is Enter.GATHER and n > 1
-    is_free = plan.known is not None or (not is_copy and (site.type.keeps_input or norm_is_recomputed(site)))
-    if config.freeze_a or is_free:
+    gathers = row.enter in (Enter.GATHER, Enter.REGATHER) and n > 1
+    is_copy = gathers and (row.enter is Enter.GATHER or config.dropout > 0)
+    is_shared = plan.known is not None or norm_is_recomputed(site) or attention_keeps_output(site)
+    if config.freeze_a or (is_shared and not is_copy):
         kept_input = 0.0
+    if site.type.makes_input:  # the linear keeps what it returns; other than that only a copy is kept
+        kept_input = wide / (n if row.sequence else 1) + (kept_input if is_copy else 0.0)
+    cast_a = adapter.a.numel() * element if row.enter is Enter.REGATHER and adapter.a.dtype != site.like.dtype else 0
     at_output = 1 / n if row.splits_output_tokens else 1.0
     d_out = site.d_out // (n if row.b is Factor.OUTPUT else 1)
     output = d_out * element if config.dora else 0
-    enter = _ENTER_PASSES[row.enter] + (row.enter is Enter.GATHER and not site.type.shares_gather)
+    enter = row.wide * (2 if row.enter is Enter.COPY else 1)
+    enter += row.enter is Enter.GATHER and not site.type.shares_gather
     norms = 0.0
     if config.dora and row.a is Factor.INPUT:
         norms = 2 * d_out * single * share
@@ -80,7 +84,7 @@ def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
     keeps = not site_is_recomputed(site)
     return Cost(
         kept_per_token=keeps * (kept_input + (z + output) * at_output),
-        kept_per_microbatch=keeps * config.dora * d_out * (element + single),
+        kept_per_microbatch=keeps * (config.dora * d_out * (element + single) + cast_a),
         sent_per_token=share * (_MIDDLE_PASSES[row.middle] * z + enter * wide),
         sent_per_microbatch=norms,
         sent_per_step=share * 2 * 4 * (row.sum_a * trained["a"] + row.sum_b * trained["b"]),

@@ -52,7 +52,8 @@ class RowNorms:
         norms = self._weight_squares(dtype) + ((2 * scale * cross + scale**2 * b @ (a @ a.T)) * b).sum(1)
         if self._placement.a is Factor.INPUT and self._group.size() > 1:
             torch.distributed.all_reduce(norms, group=self._group)
-        return norms.sqrt()
+        # Rounding may take a row that cancels below zero; one that is zero stays so, whatever it is divided by.
+        return norms.clamp_min(0).sqrt().masked_fill(norms <= 0, 1.0)
 
     def _weight_squares(self, dtype: torch.dtype) -> Tensor:
         weight = self._linear.weight

@@ -46,8 +46,16 @@ def norm_is_recomputed(site: Site) -> bool:
     return site.leaf in REGATHER_SITES and _recomputes(site, "layernorm") and find_producer(site) is not None
 
 
+def attention_keeps_output(site: Site) -> bool:
+    """Whether the attention before ``linear_proj`` keeps its output for backward: flash and fused kernels do."""
+    attention = getattr(site.parents[0], "core_attention", None) if site.parents else None
+    is_fused = type(attention).__name__ == "TEDotProductAttention"
+    return site.leaf == "linear_proj" and is_fused and not _recomputes(site, "core_attn")
+
+
 def _mlp_is_recomputed(site: Site) -> bool:
-    return "mlp" in site.name.split(".") and _recomputes(site, "mlp")
+    is_dense = site.name.split(".")[-2:-1] == ["mlp"] and site.leaf in ("linear_fc1", "linear_fc2")
+    return is_dense and _recomputes(site, "mlp")
 
 
 def _uses_cuda_graphs(site: Site) -> bool:
@@ -92,7 +100,8 @@ NO_REGATHER: tuple[Obstacle, ...] = (
 
 #: Sites that keep their input although it was to be computed again.
 NO_RECOMPUTE: tuple[Obstacle, ...] = (
-    Obstacle(lambda site: site.type.keeps_input, "the base keeps this input anyway"),
+    Obstacle(lambda site: site.type.makes_input, "the linear itself keeps the norm's output, which it returns"),
+    Obstacle(attention_keeps_output, "the attention keeps this input anyway, as its output"),
     *_IS_RECOMPUTED,
     Obstacle(norm_is_recomputed, "recompute_modules has 'layernorm': the input is not kept anyway"),
     _OFFLOADED,
@@ -100,6 +109,15 @@ NO_RECOMPUTE: tuple[Obstacle, ...] = (
     Obstacle(
         lambda site: find_producer(site) is None,
         "recompute_inputs: no norm or activation is known to compute its input, which is kept",
+    ),
+)
+
+
+#: What a site does less well than without an adapter, in any mode.
+LOST: tuple[Obstacle, ...] = (
+    Obstacle(
+        lambda site: site.type.makes_input and _overlaps_user_buffers(site),
+        "returning the norm's output turns off the linear's all-gather overlap in forward (tp_comm_overlap)",
     ),
 )
 
@@ -125,6 +143,11 @@ def choose_mode(site: Site, config: LoRAConfig) -> tuple[str, str | None]:
         if reason:
             return "gather", reason
     return mode, None
+
+
+def what_is_lost(site: Site) -> str | None:
+    """What a linear does less well with an adapter, or ``None``."""
+    return _first(LOST, site)
 
 
 def why_not_recomputed(site: Site, mode: str) -> str | None:

@@ -79,6 +79,7 @@ class LoRAAdapter(nn.Module):
         super().__init__()
         self.site = site
         self.plan = plan
+        self.config = config
         self.dropout = config.dropout
         self.sums_in_autograd = True
         self._rows: Tensor | None
@@ -86,6 +87,7 @@ class LoRAAdapter(nn.Module):
         # A buffer, so that it moves with the model.
         self.register_buffer("_rows", _part_of_each_row(site) if len(plan.parts) > 1 else None, persistent=False)
         self._producer: Producer | None = None
+        self._before: Any = None  # attributes of the linear to put back
         placement, rows = plan.placement, site.output_parts
         a = initial_a(site, plan.rank, config.init, config.seed, plan.parts)
         self.a = self._factor(self._part(a, placement.a.dim(), 1), placement.a, 1)
@@ -116,7 +118,7 @@ class LoRAAdapter(nn.Module):
         """Sit beside the base linear, under its name ``lora``."""
         linear, row = self.site.linear, self.site.type
         self.train(linear.training)
-        row.attach(linear)
+        self._before = row.attach(linear)
         setattr(linear, row.method, functools.partial(self, getattr(linear, row.method)))
         linear.lora = self
         if self.plan.known is not None:
@@ -129,7 +131,7 @@ class LoRAAdapter(nn.Module):
             self._producer.remove()
         delattr(linear, row.method)
         del linear.lora
-        row.detach(linear)
+        row.detach(linear, self._before)
 
     def defer_sums(self, defer: bool) -> None:
         """Leave the sums of replicated factors' gradients to ``finalize_model_grads``, or take them back.
@@ -162,7 +164,7 @@ class LoRAAdapter(nn.Module):
 
     def facts(self) -> str:
         """All that must be the same on every rank, in words."""
-        return f"{self.site.name}: {self.extra_repr()}, {self.plan.placement.name}, dropout={self.dropout}"
+        return f"{self.site.name}: {self.extra_repr()}, {self.plan.placement.name}, {self.config}"
 
     def extra_repr(self) -> str:
         """Shown in the model's printout."""
@@ -170,6 +172,8 @@ class LoRAAdapter(nn.Module):
 
     def current_placement(self) -> Placement:
         """The row that this forward runs: re-gathering pays only where a backward follows and nothing recomputes."""
+        if self.training and self.dropout:
+            return self.plan.placement  # masks differ from row to row, and a checkpoint's two forwards must agree
         trains = self.training and torch.is_grad_enabled() and self.a.requires_grad
         return self.plan.placement if trains and not random.is_checkpointing() else self.plan.eager
 

@@ -59,10 +59,10 @@ class LinearType:
         run: ``run(linear, base, x, gather, args, kwargs)`` calls the linear's own method; with ``gather`` the adapter's
             input is to be gathered along the sequence, once for both.
         method: The method that multiplies.
-        keeps_input: Whether the frozen linear keeps the adapter's input for backward by itself.
+        makes_input: Whether the linear makes the adapter's input, returns it, and so keeps it for backward by itself.
         shares_gather: Whether one gather of the sequence serves the linear and its adapter.
-        attach: Prepares it for an adapter.
-        detach: Undoes that.
+        attach: Prepares it for an adapter, and returns what was there before.
+        detach: Puts that back.
     """
 
     cls: str
@@ -70,10 +70,10 @@ class LinearType:
     facts: Callable[[Any], Facts]
     run: Run
     method: str = "forward"
-    keeps_input: bool = False
+    makes_input: bool = False
     shares_gather: bool = False
-    attach: Callable[[Any], None] = lambda linear: None
-    detach: Callable[[Any], None] = lambda linear: None
+    attach: Callable[[Any], Any] = lambda linear: None
+    detach: Callable[[Any, Any], None] = lambda linear, before: None
 
 
 class _GatherForTwo(torch.autograd.Function):
@@ -183,13 +183,15 @@ def _run_te_norm_column(
     return Ran(output, normed, lambda output: (output, bias))
 
 
-def _return_norm(linear: Any) -> None:
+def _return_norm(linear: Any) -> tuple[bool, bool]:
     # Never the gathered one: the backward of Transformer Engine 2 adds no gradient that comes into it.
+    before = linear.return_layernorm_output, linear.return_layernorm_output_gathered
     linear.return_layernorm_output, linear.return_layernorm_output_gathered = True, False
+    return before
 
 
-def _do_not_return_norm(linear: Any) -> None:
-    linear.return_layernorm_output = False
+def _return_as_before(linear: Any, before: tuple[bool, bool]) -> None:
+    linear.return_layernorm_output, linear.return_layernorm_output_gathered = before
 
 
 _MCORE = "megatron.core.tensor_parallel.layers"
@@ -209,9 +211,9 @@ LINEARS: tuple[LinearType, ...] = (
         "column",
         _te_column_facts,
         _run_te_norm_column,
-        keeps_input=True,
+        makes_input=True,
         attach=_return_norm,
-        detach=_do_not_return_norm,
+        detach=_return_as_before,
     ),
     LinearType(f"{_TE}.TEColumnParallelGroupedLinear", "column", _te_column_facts, _run_pair),
     LinearType(f"{_TE}.TERowParallelGroupedLinear", "row", _te_row_facts, _run_pair),

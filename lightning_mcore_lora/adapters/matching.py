@@ -38,7 +38,7 @@ def first_match(patterns: Iterable[str], path: str) -> str | None:
 
 def layer_of(path: str) -> int | None:
     """Number of the layer in which a path lies."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", path)
+    found = re.search(r"(?:^|(?<!mtp)\.)layers\.(\d+)(?:\.|$)", path)  # those of multi-token prediction count apart
     return int(found[1]) if found else None
 
 

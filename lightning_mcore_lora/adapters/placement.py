@@ -72,7 +72,6 @@ class Placement:
         sees: What of the input this rank keeps. Dropout masks agree over the group if that is all of it, else differ.
         sum_a: A is replicated and saw a part of the tokens: its gradient is summed over the group.
         sum_b: The same of B.
-        wide: Collectives of the input's width that the adapter adds to a step.
     """
 
     kind: str
@@ -85,12 +84,16 @@ class Placement:
     sees: Sees = Sees.ALL
     sum_a: bool = False
     sum_b: bool = False
-    wide: int = 0
 
     @property
     def name(self) -> str:
         """Short name, for the report."""
         return f"{self.kind}{', SP' if self.sequence else ''}: A {self.a.value}, B {self.b.value}"
+
+    @property
+    def wide(self) -> int:
+        """Collectives of the input's width that the adapter adds to a step."""
+        return {Enter.AS_IS: 0, Enter.GATHER: 1, Enter.REGATHER: 3, Enter.COPY: 1}[self.enter]
 
     @property
     def splits_output_tokens(self) -> bool:
@@ -117,10 +120,10 @@ def _same_in(mode: str) -> tuple[Placement, ...]:
 
 
 TABLE: tuple[Placement, ...] = (
-    Placement("column", True, "gather", *_FACTORS_ON_RANK, Enter.GATHER, Middle.GATHER_RANK, wide=1),
-    Placement("column", True, "regather", *_FACTORS_ON_RANK, Enter.REGATHER, Middle.GATHER_RANK, Sees.SEQUENCE, wide=3),
+    Placement("column", True, "gather", *_FACTORS_ON_RANK, Enter.GATHER, Middle.GATHER_RANK),
+    Placement("column", True, "regather", *_FACTORS_ON_RANK, Enter.REGATHER, Middle.GATHER_RANK, Sees.SEQUENCE),
     Placement("column", True, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.GATHER_SEQUENCE, Sees.SEQUENCE, sum_a=True),
-    Placement("column", False, "gather", *_FACTORS_ON_RANK, Enter.COPY, Middle.GATHER_RANK, wide=1),
+    Placement("column", False, "gather", *_FACTORS_ON_RANK, Enter.COPY, Middle.GATHER_RANK),
     Placement("column", False, "local", *_COLUMN_LOCAL, Enter.AS_IS, Middle.COPY),
     *(row for mode in MODES for row in _same_in(mode)),
 )

@@ -30,17 +30,33 @@ class Producer:
     """
 
     def __init__(self, module: nn.Module, source: SourceOf) -> None:
+        self._module = module
         self._source = source
+        self._checked = False
         self._last: tuple[tuple, Any] | None = None
         self._handle = module.register_forward_hook(self._watch)
 
     def _watch(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._last = (args, output) if torch.is_grad_enabled() else None
 
+    @torch.no_grad()
     def take(self, x: Tensor) -> Source | None:
-        """The source of x, once."""
+        """The source of x, once.
+
+        Raises:
+            RuntimeError: If what the first source gives is not x.
+        """
         last, self._last = self._last, None
-        return self._source(*last, x) if last else None
+        source = self._source(*last, x) if last else None
+        if source is not None and not self._checked:
+            self._checked = True
+            rounding = 16 * torch.finfo(x.dtype).eps
+            if not torch.allclose(source.compute(*source.tensors), x, rounding, rounding * x.abs().max().item()):
+                raise RuntimeError(
+                    f"recompute_inputs: the output of {type(self._module).__name__} does not give the adapter's input "
+                    "again (is it changed by a hook, or fused in another form?). Set recompute_inputs=False"
+                )
+        return source
 
     def remove(self) -> None:
         """Stop watching."""
@@ -56,6 +72,8 @@ def _unfused_norm(site: Site) -> Known | None:
     norm = getattr(layer, _NORMS.get(site.leaf, ""), None)
     if not isinstance(norm, nn.Module) or isinstance(norm, IdentityOp):
         return None
+    if site.leaf == "linear_fc1" and getattr(site.config, "mlp_chunks_for_training", 1) > 1:
+        return None  # it sees the output in pieces
 
     def source(args: tuple, output: Any, x: Tensor) -> Source | None:
         return Source(norm.forward, args) if output is x and len(args) == 1 else None
@@ -68,11 +86,13 @@ def _activation(site: Site) -> Known | None:
     # With a bias only its sum with fc1's output is kept.
     if site.leaf != "linear_fc2" or type(mlp) is not MLP or bias_of(mlp.linear_fc1) is not None:
         return None
-    if mlp.config.use_te_activation_func:
+    config = mlp.config
+    fused_gelu = config.bias_activation_fusion and config.activation_func is torch.nn.functional.gelu
+    if config.use_te_activation_func or fused_gelu:
         return None
 
     def source(args: tuple, output: Any, x: Tensor) -> Source:
-        return Source(functools.partial(_activate, mlp.config), (output[0],))
+        return Source(functools.partial(_activate, config), (output[0],))
 
     return mlp.linear_fc1, source
 

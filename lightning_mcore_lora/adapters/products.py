@@ -74,6 +74,11 @@ def drop(x: Tensor, dropout: Dropout) -> Tensor:
     return _Drop.apply(x, dropout)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """All tokens in one dimension."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -99,7 +104,7 @@ class _Down(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = ctx.compute(*kept).to(dtype) if ctx.compute else kept[0]
             x = dropout(x) if dropout else x
-            da = (dz.flatten(0, -2).T @ x.flatten(0, -2)).to(a.dtype)
+            da = (_flat(dz).T @ _flat(x)).to(a.dtype)
         return dx, da, None, None, None
 
 
@@ -152,7 +157,7 @@ class _Up(torch.autograd.Function):
         ctx.save_for_backward(z, b)
         ctx.mark_dirty(output)
         whole = (blocks.expand(b) if blocks else b).to(output.dtype)
-        output.view(-1, output.shape[-1]).addmm_(z.flatten(0, -2).to(output.dtype), whole.T)
+        output.view(-1, output.shape[-1]).addmm_(_flat(z).to(output.dtype), whole.T)
         return output
 
     @staticmethod
@@ -164,7 +169,7 @@ class _Up(torch.autograd.Function):
             whole = (ctx.blocks.expand(b) if ctx.blocks else b).to(grad.dtype)
             dz = (grad @ whole).to(z.dtype)
         if ctx.needs_input_grad[2]:
-            db = grad.flatten(0, -2).T @ z.flatten(0, -2).to(grad.dtype)
+            db = _flat(grad).T @ _flat(z).to(grad.dtype)
             db = (ctx.blocks.contract(db) if ctx.blocks else db).to(b.dtype)
         return grad, dz, db, None
 

@@ -72,8 +72,10 @@ class GradientReducer:
         self._adapters = [adapter for _, adapter in adapters(module)]
         for adapter in self._adapters:
             adapter.defer_sums(True)
-        self._unreached = {adapter.site.name: adapter.b for adapter in self._adapters if adapter.b.requires_grad}
-        self._watches = [b.register_hook(functools.partial(self._reached, name)) for name, b in self._unreached.items()]
+        self._unreached = {i: adapter.site.name for i, adapter in enumerate(self._adapters) if adapter.b.requires_grad}
+        self._watches = [
+            self._adapters[i].b.register_hook(functools.partial(self._reached, i)) for i in self._unreached
+        ]
         self._plain_losses = 0
         self._token_losses = 0
         self._num_tokens: Tensor | None = None
@@ -137,24 +139,24 @@ class GradientReducer:
         if self._holds and all(held.grad is None for held in self._held):
             self.clear()
 
-    def _reached(self, name: str, grad: Tensor) -> None:
-        self._unreached.pop(name, None)
+    def _reached(self, index: int, grad: Tensor) -> None:
+        self._unreached.pop(index, None)
 
     def finalize(self) -> None:
         """Reduce and scale the gradients in ``grad``, if that is not done yet. A collective over all processes.
 
         Raises:
             ValueError: If microbatches of one step, on any rank, differ in whether they give ``num_tokens``.
-            RuntimeError: If after the first step an adapter has got no gradient, naming its site.
+            RuntimeError: If after the first step with a backward an adapter has got no gradient, naming its site.
         """
         self._drop_unwanted()
         if self._finalized:
             return
-        if self._watches:
+        if self._watches and self._plain_losses + self._token_losses:
             for watch in self._watches:
                 watch.remove()
             self._watches = []
-            raise_unreached(self._unreached)
+            raise_unreached(self._unreached.values())
         finalize_model_grads([self._ddp])
         # Counted over all replicas first, so that one that skipped its microbatches decides as the others do.
         tokens = 0 if self._num_tokens is None else self._num_tokens

@@ -31,7 +31,8 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 2])
 def test_killed_run_continues_bitwise(tiny_llama: Path, tmp_path: Path, tp: int) -> None:
     # Eight steps of two batches pass the end of the first epoch at TP=1 and DP=2; the kill comes in mid-epoch.
     common = ["--model", tiny_llama, "--tp", tp]

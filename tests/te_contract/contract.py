@@ -17,6 +17,7 @@ from tests.te_contract import standin
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+MODES = ("gather", "regather", "local")
 
 
 def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
@@ -159,6 +160,30 @@ def folded(parallel: Any, bias: bool) -> dict[str, Any]:
     return {"loss": loss.item(), "gradients": gradients}
 
 
+def kept(parallel: Any) -> dict[str, tuple[int, int]]:
+    """Bytes that forward keeps beside the frozen base, counted and predicted, by mode."""
+    from benchmarks.counting import kept_for_backward
+    from lightning_mcore_lora import LoRAConfig, apply_lora, remove_lora
+
+    model = standin.build().requires_grad_(False)
+    model.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+    def count() -> int:
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        with standin.cpu_kernels(), kept_for_backward(own) as kept_bytes:
+            loss = loss_of(model)
+            assert loss.requires_grad
+            return kept_bytes()
+
+    count()  # caches are filled
+    floor, found = count(), {}
+    for name, settings in {**{mode: {"sequence_mode": mode} for mode in MODES}, "A frozen": {"freeze_a": True}}.items():
+        report = apply_lora(model, LoRAConfig(rank=RANK, **settings))
+        found[name] = count() - floor, report.cost.kept(2 * standin.SEQUENCE)
+        remove_lora(model)
+    return found
+
+
 def mixture(parallel: Any) -> dict[str, Any]:
     """A mixture of experts: what becomes of each of its linears."""
     from lightning_mcore_lora import LoRAConfig, apply_lora
@@ -174,14 +199,18 @@ def mixture(parallel: Any) -> dict[str, Any]:
     }
 
 
-def user_buffers(parallel: Any) -> list[tuple[str, str | None, str | None]]:
-    """Re-gather asked for where a linear overlaps in user buffers."""
-    from lightning_mcore_lora import LoRAConfig, apply_lora
+def user_buffers(parallel: Any) -> dict[str, list[tuple[str | None, str | None]]]:
+    """Mode and reason of two sites, of which the first overlaps in user buffers, by the mode asked for."""
+    from lightning_mcore_lora import LoRAConfig, apply_lora, remove_lora
 
     model = standin.build()
     model.decoder.layers[0].self_attention.linear_qkv.ub_overlap_ag_fprop = True
-    report = apply_lora(model, LoRAConfig(rank=RANK, target_modules=("linear_qkv",), sequence_mode="regather"))
-    return [(site.site, site.mode, site.reason) for site in report.sites]
+    found = {}
+    for mode in ("regather", "local"):
+        report = apply_lora(model, LoRAConfig(rank=RANK, target_modules=("linear_qkv",), sequence_mode=mode))
+        found[mode] = [(site.mode, site.reason) for site in report.sites]
+        remove_lora(model)
+    return found
 
 
 def duplicated(parallel: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from tests.te_contract import contract
 pytestmark = pytest.mark.skipif(
     find_spec("transformer_engine") is None, reason="needs Transformer Engine: python -m nox -s te_contract"
 )
-MODES = ("gather", "regather", "local")
 BOUND = 2e-5
 CLASSES = {
     "linear_qkv": ("TELayerNormColumnParallelLinear", "column"),
@@ -39,7 +38,7 @@ def _whole(ranks: list[Any], key: tuple[str, str]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", contract.MODES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_dense(oracle: Any, tp: int, mode: str, bias: bool) -> None:
     ranks = contract.on_ranks(tp, contract.dense, mode, bias)
@@ -92,10 +91,20 @@ def test_mixture_of_experts(tp: int) -> None:
         assert first["factors"][f"{layer}.self_attention.linear_qkv"] == (24, 72)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_predicted_bytes_equal_the_counted(tp: int) -> None:
+    for rank in contract.on_ranks(tp, contract.kept):
+        for name, (counted, predicted) in rank.items():
+            assert counted == predicted, name
+
+
 def test_user_buffers_fall_back() -> None:
-    sites = contract.on_ranks(2, contract.user_buffers)[0]
-    assert [mode for _, mode, _ in sites] == ["gather", "regather"]
-    assert "user buffers" in sites[0][2]
+    found = contract.on_ranks(2, contract.user_buffers)[0]
+    assert [mode for mode, _ in found["regather"]] == ["gather", "regather"]
+    assert "user buffers" in found["regather"][0][1]
+    assert [mode for mode, _ in found["local"]] == ["local", "local"]
+    assert "turns off the linear's all-gather overlap" in found["local"][0][1]
+    assert found["local"][1][1] is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])

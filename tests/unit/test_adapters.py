@@ -33,12 +33,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
     [
         ({"rank": 0}, "rank=0 must be a positive integer"),
         ({"rank": 1.5}, "rank=1.5 must be a positive integer"),
-        ({"alpha": -1}, "alpha=-1 must be positive"),
+        ({"alpha": -1}, "alpha=-1 must be a positive number"),
+        ({"dropout": "0.1"}, "dropout='0.1' must be a number"),
+        ({"layers_to_transform": "12"}, "layers_to_transform='12' must be numbers of layers"),
         ({"sequence_mode": "best"}, "sequence_mode='best' must be one of"),
         ({"target_modules": "linear_qkv"}, "must be a list of names"),
         ({"target_modules": []}, "target_modules is empty"),
         ({"target_modules": ["linear_*"]}, r"target_modules: 'linear_\*' has the component 'linear_\*'"),
-        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        ({"dropout": 1.0}, "dropout=1.0 must be a number, at least 0 and below 1"),
         ({"rank_pattern": {"linear_qkv": 0}}, r"rank_pattern\['linear_qkv'\]=0 must be a positive integer"),
         ({"init": "pissa"}, "it changes the frozen base weights"),
         ({"init": "zeros"}, "init='zeros' must be one of"),
@@ -284,6 +286,36 @@ def test_report_counts_what_trains(workers: WorkerPool) -> None:
     assert found["scales"] == [1.5, 3.0]
 
 
+def _two_models() -> list[str]:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _model(1), _model(1)
+
+    two = Two()
+    apply_lora(two, LoRAConfig(rank=4, target_modules=("linear_qkv",), modules_to_save=("final_layernorm",)))
+    return [name for name, p in two.named_parameters() if p.requires_grad and "lora" not in name]
+
+
+def test_each_of_two_models_is_matched(workers: WorkerPool) -> None:
+    assert workers(1, _two_models)[0] == [f"{name}.decoder.final_layernorm.weight" for name in ("first", "second")]
+
+
+def _zero_row() -> bool:
+    model = _model(1)
+    with torch.no_grad():
+        model.output_layer.weight[3] = 0
+    apply_lora(model, LoRAConfig(rank=4, dora=True, target_modules=("output_layer",)))
+    ids = torch.arange(8)[None]
+    loss = model(ids, ids, None, labels=ids).mean()
+    loss.backward()
+    return bool(loss.isfinite()) and all(p.grad.isfinite().all() for p in model.output_layer.lora.parameters())
+
+
+def test_dora_stands_a_row_of_zeros(workers: WorkerPool) -> None:
+    assert workers(1, _zero_row)[0]
+
+
 def _groups() -> dict[str, Any]:
     model = _model(1)
     apply_lora(model, LoRAConfig(rank=4, dora=True, freeze_a=True, modules_to_save=("final_layernorm",)))
@@ -328,6 +360,8 @@ def test_initial_a(workers: WorkerPool, init: str, largest: float | None, spread
     ("tp", "lora", "match"),
     [
         (1, {"exclude_modules": ["linear_fc3"]}, r"exclude_modules: 'linear_fc3' matches no linear.*near.*'linear_fc"),
+        (1, {"rank_pattern": {"output_layer": 2}}, r"'output_layer' matches none of the linears that target_modules"),
+        (1, {"exclude_modules": ["*"]}, r"exclude_modules=\('\*',\) and layers_to_transform=None leave none"),
         (1, {"rank_pattern": {"*.layers.7.*": 2}}, r"rank_pattern: '\*.layers.7.\*' matches no linear"),
         (1, {"modules_to_save": ["final_layernrom"]}, r"no module of the model; near names: \['final_layernorm'"),
         (1, {"modules_to_save": ["mlp"]}, r"linear_fc1'.* are in target_modules and in modules_to_save"),
@@ -420,6 +454,8 @@ def _silent_adapters(recompute: dict[str, Any], through_strategy: bool) -> None:
         check_gradients(model)
     reducer = GradientReducer(model, ParallelContext(ParallelSizes(1)), Masters())
     try:
+        reducer.finalize()  # a step without a microbatch on this rank
+        reducer.clear()
         reducer.before_backward(model(ids, ids, None, labels=ids).mean(), None).backward()
         reducer.after_backward()
         reducer.finalize()
