@@ -166,7 +166,7 @@ class FullModule(TinyModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parallel, trained = self.trainer.strategy.parallel, self.trainer.strategy.engine.saved(self.model)
         self.norms.append(global_grad_norm(trained.values(), parallel).item())
-        self.gradients.append({name: p.grad.clone() for name, p in trained.items()})
+        self.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
 
 
 def train_full(directory: str, tp: int, sequence: bool, precision: str = "32-true") -> dict[str, Any]:

@@ -144,7 +144,7 @@ def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK, **op
     finally:
         products.Dropout.draw = draw  # type: ignore[method-assign]
     out = result if kind == "duplicated" else result[0]
-    mask = _whole_mask(drawn[0], kind, parallel, sequence, mode, lora.dropout) if drawn else None
+    mask = _whole_mask(drawn[0], kind, parallel, sequence, mode, lora.config.dropout) if drawn else None
     expected = oracle(site, kind, x, grad, mask, **options)
     full_output = options.get("gather_output")
     if kind != "column":

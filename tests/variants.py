@@ -143,4 +143,20 @@ def train(directory: str, tp: int, sequence: bool, variant: Variant, mode: str) 
     }
 
 
-__all__ = ["CLIP", "PeftOracle", "Variant", "train"]
+def resume(directory: str, lora: dict[str, Any], out: str | None, ckpt: str | None) -> dict[str, Tensor]:
+    """Four steps at TP=2, saved after two if ``out`` says where; every trained or saved value."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lightning_mcore_lora import LoRASPCallback, MCoreTP
+
+    strategy = MCoreTP(tensor_parallel_size=2)
+    callbacks = [LoRASPCallback(rank=tiny.RANK, verbose=False, **lora)]
+    if out is not None:
+        callbacks.append(ModelCheckpoint(out, filename="{step}", every_n_train_steps=2, save_top_k=-1))
+    module = FullModule(directory)
+    options = {"max_steps": 4, "enable_checkpointing": out is not None}
+    trainer(strategy, None, callbacks=tuple(callbacks), **options).fit(module, ckpt_path=ckpt)
+    return {name: p.detach().clone() for name, p in strategy.engine.saved(module.model).items()}
+
+
+__all__ = ["CLIP", "PeftOracle", "Variant", "resume", "train"]

@@ -217,6 +217,8 @@ def _plan(site: Site, config: LoRAConfig) -> Plan:
     rank = _by_pattern(config.rank_pattern, site.name, config.rank)
     alpha = _by_pattern(config.alpha_pattern, site.name, config.alpha)
     parts = tuple(part.name for part in site.parts()) if config.canonical else ()
+    if config.canonical and site.leaf == "linear_qkv" and not parts:
+        fallback = fallback or "canonical: its rows are not those of q, k and v alone, so they share one A"
     plan = Plan(placement, eager, rank, alpha / (rank**0.5 if config.rslora else rank), parts or ("",), None, fallback)
     if placement.a is Factor.RANK and plan.width % site.group.size():
         raise ValueError(

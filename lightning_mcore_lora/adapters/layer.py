@@ -80,7 +80,6 @@ class LoRAAdapter(nn.Module):
         self.site = site
         self.plan = plan
         self.config = config
-        self.dropout = config.dropout
         self.sums_in_autograd = True
         self._rows: Tensor | None
         self._dtype = DTYPES[config.dtype]
@@ -153,7 +152,7 @@ class LoRAAdapter(nn.Module):
         Args:
             a: ``[rank, d_in]``, of canonical adapters ``[parts * rank, d_in]``.
             b: ``[d_out, rank]``, rows in the order of the base's whole weight: query groups, or all gate then all up.
-            magnitude: ``[d_out]``, in the same order; ``None`` leaves it, or takes the row norms with these factors.
+            magnitude: ``[d_out]``, in the same order; ``None`` takes the row norms with these factors.
         """
         placement, rows = self.plan.placement, self.site.output_parts
         self.a.copy_(self._part(a, placement.a.dim(), 1))
@@ -172,7 +171,7 @@ class LoRAAdapter(nn.Module):
 
     def current_placement(self) -> Placement:
         """The row that this forward runs: re-gathering pays only where a backward follows and nothing recomputes."""
-        if self.training and self.dropout:
+        if self.training and self.config.dropout:
             return self.plan.placement  # masks differ from row to row, and a checkpoint's two forwards must agree
         trains = self.training and torch.is_grad_enabled() and self.a.requires_grad
         return self.plan.placement if trains and not random.is_checkpointing() else self.plan.eager
@@ -202,9 +201,9 @@ class LoRAAdapter(nn.Module):
         return ran.finish(self._with_magnitude(output))
 
     def _draw(self, placement: Placement) -> Dropout | None:
-        if not self.training or not self.dropout:
+        if not self.training or not self.config.dropout:
             return None
-        return Dropout.draw(self.dropout, 0 if placement.sees is Sees.ALL else self.site.group.rank())
+        return Dropout.draw(self.config.dropout, 0 if placement.sees is Sees.ALL else self.site.group.rank())
 
     def _summed(self, name: str) -> Tensor:
         """A factor, whose gradient is summed over the group where this rank's is only a part."""

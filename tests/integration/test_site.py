@@ -170,7 +170,7 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
         elif mutation == "gate and up not kept apart":
             patch.setattr(sites.Site, "output_parts", property(lambda self: 1))
         elif mutation == "one mask for every rank":
-            patch.setattr(layer.LoRAAdapter, "_draw", lambda self, row: layer.Dropout.draw(self.dropout, 0))
+            patch.setattr(layer.LoRAAdapter, "_draw", lambda self, row: layer.Dropout.draw(0.3, 0))
             return site_runs.errors(kind, 2, True, mode, dropout=0.3)
         elif mutation == "another mask in backward":
             from lightning_mcore_lora.adapters import products

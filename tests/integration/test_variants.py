@@ -82,3 +82,21 @@ def test_equals_peft(workers: WorkerPool, tiny_llama: Path, name: str, tp: int, 
     inputs = [rank["input_gradient"] for rank in sorted(ranks, key=lambda rank: rank["tp_rank"])]
     first = (torch.cat(inputs) if sp else inputs[0]).transpose(0, 1)
     assert relative_error(first, run.input_gradient[: len(first)]) < GRADIENT_BOUND
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"dora": True, "canonical": True, "dropout": 0.2, "modules_to_save": ["final_layernorm"]},
+        {"freeze_a": True, "dtype": "bfloat16", "sequence_mode": "gather"},
+    ],
+    ids=["dora", "A frozen"],
+)
+def test_continues_bitwise(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, lora: dict[str, Any]) -> None:
+    straight = workers(2, variants.resume, str(tiny_llama), lora, str(tmp_path), None)
+    # Another seed shows that what does not train is read too.
+    again = workers(2, variants.resume, str(tiny_llama), {**lora, "seed": 5}, None, str(tmp_path / "step=2.ckpt"))
+    for one, other in zip(straight, again, strict=True):
+        assert one.keys() == other.keys()
+        assert any(name.endswith("lora.a") for name in one)
+        assert all(torch.equal(value, other[name]) for name, value in one.items())

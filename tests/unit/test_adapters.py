@@ -181,6 +181,35 @@ def test_every_fallback_says_why(
     assert all(not messages for _, messages in ranks[1:]), "only rank zero warns"
 
 
+SELECTIVE = {"recompute_granularity": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "model_config", "site", "reason"),
+    [
+        ({}, {}, "linear_proj", "no norm or activation is known to compute its input"),
+        ({}, {}, "linear_fc2", None),
+        ({"sequence_mode": "gather"}, {}, "linear_qkv", "recompute_inputs needs sequence_mode='local'"),
+        ({}, {"cpu_offloading": True}, "linear_fc1", "cpu_offloading"),
+        ({}, {"enable_cuda_graph": True}, "linear_fc2", "CUDA graphs are on"),
+        ({}, SELECTIVE | {"recompute_modules": ["mlp"]}, "linear_fc2", "has 'mlp'"),
+        ({}, SELECTIVE | {"recompute_modules": ["layernorm"]}, "linear_qkv", "has 'layernorm'"),
+    ],
+)
+def test_inputs_that_are_not_recomputed_say_why(
+    workers: WorkerPool, lora: dict[str, Any], model_config: dict[str, Any], site: str, reason: str | None
+) -> None:
+    report, _ = workers(2, _apply, 2, {"recompute_inputs": True} | lora, dict(model_config))[0]
+    for entry in (entry for entry in report.sites if entry.site.endswith(site)):
+        assert (reason or "") in (entry.reason or "")
+        assert (reason is None) == (entry.reason is None)
+
+
+def test_dropout_needs_cuda_graphs_off(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"dropout needs CUDA graphs off at decoder.layers.0.*Set dropout=0"):
+        workers(1, _apply, 1, {"dropout": 0.1}, {"enable_cuda_graph": True})
+
+
 def test_selective_mlp_leaves_qkv_regathering(workers: WorkerPool) -> None:
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     report, _ = workers(2, _apply, 2, {"sequence_mode": "regather"}, recompute)[0]
