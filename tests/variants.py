@@ -159,4 +159,34 @@ def resume(directory: str, lora: dict[str, Any], out: str | None, ckpt: str | No
     return {name: p.detach().clone() for name, p in strategy.engine.saved(module.model).items()}
 
 
-__all__ = ["CLIP", "PeftOracle", "Variant", "resume", "train"]
+class LoRAPlusModule(FullModule):
+    """One step of plain gradient descent, B four times as fast."""
+
+    def configure_optimizers(self) -> Any:
+        from lightning_mcore_lora import lora_plus_groups
+
+        return torch.optim.SGD(lora_plus_groups(self, lr=0.5, ratio=4.0))
+
+
+def lora_plus(directory: str) -> dict[str, float]:
+    """The rate at which each kind of parameter moved."""
+    from lightning_mcore_lora import LoRASPCallback, MCoreTP
+    from lightning_mcore_lora.adapters import adapters
+
+    class Begin(LoRASPCallback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for _, adapter in adapters(pl_module):
+                nn.init.normal_(adapter.b, generator=torch.Generator().manual_seed(1))
+            self.before = {n: p.detach().clone() for n, p in pl_module.model.named_parameters() if p.requires_grad}
+
+    lora = Begin(rank=4, verbose=False, modules_to_save=["final_layernorm"])
+    module = LoRAPlusModule(directory)
+    trainer(MCoreTP(tensor_parallel_size=2), None, callbacks=(lora,), max_steps=1, gradient_clip_val=None).fit(module)
+    after, rates = dict(module.model.named_parameters()), {}
+    for name, gradient in module.gradients[0].items():
+        moved = (lora.before[name] - after[name].detach()).norm() / gradient.norm()
+        rates[name.rpartition(".")[2]] = moved.item()
+    return rates
+
+
+__all__ = ["CLIP", "PeftOracle", "Variant", "lora_plus", "resume", "train"]

@@ -7,15 +7,16 @@ from lightning_mcore_lora.adapters.eligibility import attention_keeps_output, no
 from lightning_mcore_lora.adapters.layer import LoRAAdapter
 from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Sees
 
-#: Passes over the tensor in a step, forward and backward together; an all-reduce is a reduce-scatter and an all-gather.
+#: Passes over the tensor in forward and in backward; an all-reduce is a reduce-scatter and an all-gather.
 _MIDDLE_PASSES = {
-    Middle.AS_IS: 0,
-    Middle.GATHER_SEQUENCE: 2,
-    Middle.GATHER_RANK: 2,
-    Middle.COPY: 2,
-    Middle.REDUCE: 2,
-    Middle.REDUCE_SCATTER: 2,
+    Middle.AS_IS: (0, 0),
+    Middle.GATHER_SEQUENCE: (1, 1),
+    Middle.GATHER_RANK: (1, 1),
+    Middle.COPY: (0, 2),
+    Middle.REDUCE: (2, 0),
+    Middle.REDUCE_SCATTER: (1, 1),
 }
+_ENTER_PASSES = {Enter.AS_IS: (0, 0), Enter.GATHER: (0, 1), Enter.REGATHER: (1, 2), Enter.COPY: (0, 2)}
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,25 @@ def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
     at_output = 1 / n if row.splits_output_tokens else 1.0
     d_out = site.d_out // (n if row.b is Factor.OUTPUT else 1)
     output = d_out * element if config.dora else 0
-    enter = row.wide * (2 if row.enter is Enter.COPY else 1)
-    enter += row.enter is Enter.GATHER and not site.type.shares_gather
+    forwards = 2 if site_is_recomputed(site) else 1
+
+    def passes(forward: int, backward: int) -> int:
+        return forwards * forward + backward
+
+    enter = passes(*_ENTER_PASSES[row.enter])
+    if row.enter is Enter.GATHER and not site.type.shares_gather:
+        enter += forwards
     norms = 0.0
     if config.dora and row.a is Factor.INPUT:
         norms = 2 * d_out * single * share
     elif config.dora and row.a is Factor.RANK:
         norms = plan.width * site.d_in * single * share
     trained = {"a": 0 if config.freeze_a else adapter.a.numel(), "b": adapter.b.numel() + config.dora * d_out}
-    keeps = not site_is_recomputed(site)
+    keeps = forwards == 1
     return Cost(
         kept_per_token=keeps * (kept_input + (z + output) * at_output),
         kept_per_microbatch=keeps * (config.dora * d_out * (element + single) + cast_a),
-        sent_per_token=share * (_MIDDLE_PASSES[row.middle] * z + enter * wide),
-        sent_per_microbatch=norms,
+        sent_per_token=share * (passes(*_MIDDLE_PASSES[row.middle]) * z + enter * wide),
+        sent_per_microbatch=forwards * norms,
         sent_per_step=share * 2 * 4 * (row.sum_a * trained["a"] + row.sum_b * trained["b"]),
     )

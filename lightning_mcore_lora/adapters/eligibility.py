@@ -112,7 +112,6 @@ NO_RECOMPUTE: tuple[Obstacle, ...] = (
     ),
 )
 
-
 #: What a site does less well than without an adapter, in any mode.
 LOST: tuple[Obstacle, ...] = (
     Obstacle(

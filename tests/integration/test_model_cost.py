@@ -122,6 +122,7 @@ def test_predicted_bytes_of(workers: WorkerPool, config: str) -> None:
         floor = rank.pop("floor")
         for name, counted in rank.items():
             assert counted["kept"] - floor["kept"] == counted["predicted kept"], name
+            assert counted["sent"] - floor["sent"] == counted["predicted sent"], name
 
 
 def _gradients(

@@ -100,3 +100,8 @@ def test_continues_bitwise(workers: WorkerPool, tiny_llama: Path, tmp_path: Path
         assert one.keys() == other.keys()
         assert any(name.endswith("lora.a") for name in one)
         assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_lora_plus_in_the_trainer(workers: WorkerPool, tiny_llama: Path) -> None:
+    for rates in workers(2, variants.lora_plus, str(tiny_llama)):
+        assert rates == pytest.approx({"a": 0.5, "b": 2.0, "weight": 0.5}, rel=1e-3)
