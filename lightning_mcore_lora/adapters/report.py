@@ -8,12 +8,13 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightning_mcore_lora.adapters.cost import Cost
 
-TRAINED = "trained in full"
+TRAINED = "in full"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class SiteReport:
         site: Path of the module.
         kind: Kind in the placement table.
         placement: Layout of the factors; ``None`` if it got no adapter.
-        mode: Sequence mode that runs, or ``"trained in full"``; ``None`` if it is not trained.
+        mode: Sequence mode that runs, or ``"in full"``; ``None`` if it is not trained.
         reason: Why it got no adapter, or does not run as asked.
         rank: Rank of the factors.
         parameters: Trainable parameters over all ranks, each logical one counted once.
@@ -94,24 +95,38 @@ class LoRAReport:
             tokens: Tokens of a microbatch, sequence length times samples on one data-parallel rank.
             microbatches: Microbatches in an optimizer step.
         """
-        caption = f"kept, sent: on one rank, by {microbatches} microbatch(es) of {tokens:,} tokens in an optimizer step"
-        table = Table(title=f"LoRA: {self.summary}", title_justify="left", caption=caption, caption_justify="left")
-        for column in ("site", "layers", "mode", "rank", "parameters", "kept", "sent"):
-            table.add_column(column, no_wrap=True, justify="left" if column in ("site", "mode") else "right")
-        for column in ("placement", "why"):
-            table.add_column(column, overflow="fold")
+        notes: dict[str, int] = {}
+        table = Table(
+            title=f"LoRA: {self.summary}",
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        table.add_column("site", overflow="fold", min_width=16)
+        for column in ("n", "mode", "rank", "parameters", "kept", "sent", "notes"):
+            table.add_column(column, no_wrap=True, justify="left" if column in ("mode", "notes") else "right")
 
-        def row(name: str, count: int | str, mode: str, rank: Any, parameters: int, cost: Cost, *rest: str) -> None:
+        def row(name: str, count: Any, mode: str, rank: Any, parameters: int, cost: Cost, *said: str | None) -> None:
+            numbers = (str(notes.setdefault(note, len(notes) + 1)) for note in said if note)
             kept, sent = _bytes(cost.kept(tokens)), _bytes(cost.sent(tokens, microbatches))
-            table.add_row(name, str(count), mode, str(rank or "-"), f"{parameters:,}", kept, sent, *rest)
+            table.add_row(name, str(count), mode, str(rank or ""), f"{parameters:,}", kept, sent, ", ".join(numbers))
 
         for name, members in self._grouped():
             site, cost = members[0], reduce(add, (member.cost for member in members))
             parameters = sum(member.parameters for member in members)
-            placement, mode = site.placement or "-", site.mode or "not adapted"
-            row(name, len(members), mode, site.rank, parameters, cost, placement, site.reason or "")
+            mode = site.mode or "not adapted"
+            row(name, len(members), mode, site.rank, parameters, cost, site.placement, site.reason)
         table.add_section()
-        row("total", "", "", None, self.trainable_parameters, self.cost, "", "")
+        row("total", "", "", None, self.trainable_parameters, self.cost)
+        unit = "microbatch" if microbatches == 1 else "microbatches"
+        table.caption = "\n".join(
+            (
+                f"kept, sent: by one rank, in an optimizer step of {microbatches} {unit} of {tokens:,} tokens",
+                *(f"{number}: {note}" for note, number in notes.items()),
+            )
+        )
         return table
 
     def _grouped(self) -> Iterator[tuple[str, list[SiteReport]]]:
@@ -129,13 +144,13 @@ class LoRAReport:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=160).print(self)
+        Console(file=out, width=120).print(self)
         return out.getvalue()
 
     def print(self) -> None:
-        """Print the table, as wide as the terminal; into a file 160 columns wide."""
+        """Print the table, as wide as the terminal; into a file 120 columns wide."""
         terminal = Console()
-        (terminal if terminal.is_terminal else Console(width=160)).print(self)
+        (terminal if terminal.is_terminal else Console(width=120)).print(self)
 
 
 def _bytes(count: int) -> str:

@@ -1,5 +1,6 @@
 """Adapters: settings, targets, fall-backs, report."""
 
+import io
 import logging
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from lightning_mcore_lora import (
@@ -110,6 +112,9 @@ def test_report_groups_equal_layers() -> None:
     assert "layers.*.mlp" in text
     assert "because" in text
     assert "not adapted" in text
+    with Console(width=80, record=True, file=io.StringIO()) as narrow:
+        narrow.print(report)
+    assert "because" in narrow.export_text(), "a reason is never cut off"
     assert "50 trainable of 1,000 parameters (5.00 %)" in text
     assert report.to_dict()["sites"][3]["reason"] == "because"
     assert [site.site for site in report.fallbacks] == ["decoder.layers.3.mlp.linear_fc1"]
