@@ -99,7 +99,9 @@ LORAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence"), [(1, False), (2, False), (2, True), pytest.param(3, True, marks=pytest.mark.full)]
+)
 def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, sequence: bool) -> None:
     shape = {"num_attention_heads": 6, "vocab_size": 66} if tp == 3 else {}
     for rank in workers(tp, _compared, tp, sequence, LORAS, shape):

@@ -100,7 +100,7 @@ def test_equals_oracle(
         assert abs(sum(losses[2 * step : 2 * step + 2]) / 2 - reference) < LOSS_BOUND * reference
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gather_and_regather_are_bitwise_equal(workers: WorkerPool, tiny_llama: Path, tp: int) -> None:
     one, other = (workers(tp, train, str(tiny_llama), tp, True, mode) for mode in ("gather", "regather"))
     for a, b in zip(one, other, strict=True):

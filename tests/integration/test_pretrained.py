@@ -50,7 +50,8 @@ def _run(directory: str, tp: int, tokens: list[int], prompt: list[int]) -> tuple
     return logits, generate(model, prompt, parallel, max_new_tokens=NEW_TOKENS)
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 3])
 def test_logits_and_greedy_continuation(workers: WorkerPool, smollm2: Path, reference: dict[str, Any], tp: int) -> None:
     ranks = workers(tp, _run, str(smollm2), tp, reference["tokens"], reference["prompt"])
     logits = torch.cat([rank[0] for rank in ranks], dim=-1)

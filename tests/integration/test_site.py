@@ -13,7 +13,7 @@ from tests.workers import WorkerError, WorkerPool
 
 BOUND = 1e-12
 MODES = ("gather", "regather", "local")
-LAYOUTS = [(1, False), (2, False), (2, True), (3, False), (3, True)]
+LAYOUTS = [(1, False), (2, False), (2, True), pytest.param(3, False, marks=pytest.mark.full), (3, True)]
 
 
 def worst(ranks: list[dict[str, float]]) -> float:

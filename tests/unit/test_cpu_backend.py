@@ -121,6 +121,7 @@ if Version("0.19") > MCORE:
     NEEDS["megatron.core.transformer.moe.moe_utils:te_general_gemm"] = MOE
 
 
+@pytest.mark.full  # what an update of Megatron-Core may change
 @pytest.mark.parametrize("target", NEEDS, ids=lambda target: target.rpartition(":")[2])
 def test_patch_is_needed(workers: WorkerPool, target: str) -> None:
     scenario = NEEDS[target]
