@@ -420,6 +420,7 @@ def _callbacks(directory: str, out: str) -> dict[str, Any]:
     return {"steps": with_callbacks.global_step, "best": best, "score": checkpoints.best_model_score.item()}
 
 
+@pytest.mark.full
 def test_callbacks_that_fit(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
     for rank in workers(4, _callbacks, str(tiny_llama), str(tmp_path)):
         assert rank["steps"] == 4 + 2 + 2
