@@ -16,7 +16,8 @@ from tests.workers import WorkerPool
 QKV = "q_proj", "k_proj", "v_proj"
 VARIANTS = {
     "canonical": Variant({}, {}),
-    "rslora": Variant({"rslora": True}, {"use_rslora": True}),
+    # At alpha 18 the scale is 5.2, and one process of PEFT in float32 errs by 2e-5 itself; here it errs by 7e-6.
+    "rslora": Variant({"rslora": True, "alpha": 5.2}, {"use_rslora": True, "lora_alpha": 5.2}),
     "dora": Variant({"dora": True}, {"use_dora": True}),
     "dora and rslora": Variant({"dora": True, "rslora": True}, {"use_dora": True, "use_rslora": True}),
     "patterns": Variant(
