@@ -47,6 +47,17 @@ def moe_or_dense_model(parallel: ParallelContext, vocab_size: int = VOCAB, **con
     )
 
 
+def model_at(tp: int, sequence: bool | None = None, **config: Any) -> tuple[Any, ParallelContext]:
+    """A model on fresh groups of this world; ETP is TP, and sequence parallelism is on when TP > 1."""
+    from lightning_mcore_lora import cpu_backend
+
+    cpu_backend.apply()
+    sequence = tp > 1 if sequence is None else sequence
+    parallel = ParallelContext.create(ParallelSizes(torch.distributed.get_world_size(), tp, sequence, 1, tp))
+    seeding.seed_for_init()
+    return moe_or_dense_model(parallel, **config), parallel
+
+
 def forward_backward(
     tp: int, ep: int, etp: int | None, autocast: bool = False, frozen: bool = False, **config: Any
 ) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_mcore_lora.adapters.initial import INITIAL
 from lightning_mcore_lora.adapters.matching import check_pattern
+from lightning_mcore_lora.adapters.placement import MODES
 
-SEQUENCE_MODES = ("auto", "gather", "regather", "local")
+SEQUENCE_MODES = ("auto", *MODES)
 DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-INITS = ("kaiming", "xavier", "gaussian")
+INITS = tuple(INITIAL)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

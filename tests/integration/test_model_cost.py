@@ -8,7 +8,7 @@ import torch
 
 from lightning_mcore_lora import LoRAConfig, apply_lora
 from lightning_mcore_lora.adapters import adapters
-from tests.mcore_runs import fill_by_name, moe_or_dense_model
+from tests.mcore_runs import fill_by_name, model_at
 from tests.workers import WorkerError, WorkerPool
 
 MODES = ("gather", "regather", "local")
@@ -25,14 +25,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def _build(tp: int, sequence: bool, lora: dict[str, Any] | None, config: dict[str, Any]) -> tuple[Any, Any, Any]:
-    from lightning_mcore_lora import cpu_backend
-    from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
-    from lightning_mcore_lora.strategy import seeding
-
-    cpu_backend.apply()
-    parallel = ParallelContext.create(ParallelSizes(torch.distributed.get_world_size(), tp, sequence, 1, tp))
-    seeding.seed_for_init()
-    model = moe_or_dense_model(parallel, **config)
+    model, parallel = model_at(tp, sequence, **config)
     fill_by_name(model, parallel)
     model.requires_grad_(False)
     report = None

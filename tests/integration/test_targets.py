@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_mcore_lora import LoRAConfig, apply_lora, build_gpt_model
 from lightning_mcore_lora.adapters import adapters
 from tests.integration.test_parity import whole
-from tests.mcore_runs import SEQUENCE, VOCAB, fill_by_name, moe_or_dense_model
+from tests.mcore_runs import SEQUENCE, VOCAB, fill_by_name, model_at
 from tests.oracle import relative_error
 from tests.runs import places
 from tests.workers import WorkerPool
@@ -20,14 +20,7 @@ BOUND = {"router": 5e-4, "output_layer": 2e-5}
 
 
 def _model(tp: int, target: str, tied: bool) -> tuple[Any, Any]:
-    from lightning_mcore_lora import cpu_backend
-    from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
-    from lightning_mcore_lora.strategy import seeding
-
-    cpu_backend.apply()
-    parallel = ParallelContext.create(ParallelSizes(torch.distributed.get_world_size(), tp, tp > 1, 1, tp))
-    seeding.seed_for_init()
-    model = moe_or_dense_model(parallel, **(MOE if target == "router" else {}))
+    model, parallel = model_at(tp, **(MOE if target == "router" else {}))
     if tied:
         model = build_gpt_model(
             model.config,
