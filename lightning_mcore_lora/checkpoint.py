@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mcore_lora.parallel import ParallelContext
+from lightning_mcore_lora.parallel import Experts, ParallelContext
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -62,7 +62,10 @@ def check_can_save(module: nn.Module) -> None:
     unnamed = [
         name
         for name, p in module.named_parameters()
-        if p.requires_grad and not getattr(p, "allreduce", True) and not _EXPERT.search(name)
+        if p.requires_grad
+        and not getattr(p, "allreduce", True)
+        and not hasattr(p, "experts")
+        and not _EXPERT.search(name)
     ]
     if unnamed:
         raise NotImplementedError(
@@ -231,10 +234,15 @@ def _shards(
     for name, key, part in _blocks(prefix, parameters, values, parallel):
         parameter = parameters[name]
         rank, size, copy = parallel.tp_rank, parallel.sizes.tensor, parallel.dp_rank
-        if _EXPERT.search(name):
+        held = getattr(parameter, "experts", None)
+        if held or _EXPERT.search(name):
             rank, size, copy = parallel.etp_rank, parallel.sizes.expert_tensor, parallel.expert_dp_rank
         sharded = getattr(parameter, "tensor_model_parallel", False)
         offsets = [(parameter.partition_dim, rank, size)] if sharded else []  # type: ignore[attr-defined]
+        if held is Experts.EACH:
+            offsets.append((0, parallel.ep_rank, parallel.sizes.expert))
+        elif held is Experts.ALL:
+            copy += parallel.ep_rank * parallel.sizes.world_size
         replica = (0, 0 if sharded else rank, copy)
         shards[key] = ShardedTensor.from_rank_offsets(key, part, *offsets, replica_id=replica)
     return shards

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -136,6 +138,36 @@ class ParallelSizes:
                 self.tensor,
                 "With sequence_parallel=True pad each batch to a multiple of tensor_parallel_size.",
             )
+
+
+class Experts(Enum):
+    """How a parameter of an adapter of experts is held over the expert-parallel group; its mark ``experts``."""
+
+    EACH = "each expert has its own: the first dimension is this rank's experts"
+    ALL = "all experts have the same one"
+
+
+def experts_are_apart() -> bool:
+    """Whether experts have groups of their own to reduce over.
+
+    Megatron-Core leaves the mark ``allreduce=True`` on experts' weights at EP = 1, where they need it too if ETP is not
+    TP.
+    """
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_world_size() > 1 or expert_tensor != tensor
+
+
+def shard_group(parameter: "Tensor") -> "ProcessGroup | None":
+    """The processes that hold the parts of a logical parameter, by its marks; ``None`` where each holds all of it."""
+    is_sharded = getattr(parameter, "tensor_model_parallel", False)
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_tensor_model_parallel_group() if is_sharded else None
+    if getattr(parameter, "experts", None) is Experts.ALL:
+        return parallel_state.get_expert_tensor_parallel_group() if is_sharded else None
+    if is_sharded:
+        return parallel_state.get_expert_tensor_and_model_parallel_group()
+    return parallel_state.get_expert_model_parallel_group()
 
 
 class ParallelContext:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mcore_lora.adapters.placement import TABLE, Enter, Middle, Placement
+from lightning_mcore_lora.adapters.placement import TABLE, Around, Enter, Middle, Placement
 from tests import site_runs
 
 
@@ -122,15 +122,15 @@ def _gather_broken(way: str) -> Callable:
     return backward
 
 
-def errors_when_broken(tp: int, sequence: bool) -> dict[tuple[str, str, str], float]:
-    """The largest error on this rank for every row of this state of the sequence and every breakage in it."""
+def errors_when_broken(tp: int, around: Around) -> dict[tuple[str, str, str], float]:
+    """The largest error on this rank for every row of these surroundings and every breakage in it."""
     found = {}
     for row in TABLE:
-        if row.sequence != sequence:
+        if row.around is not around:
             continue
         for what in breakages(row):
             with broken(row, what):
                 options = {"dora": True} if what.startswith("dora") else {}
-                errors = site_runs.errors(row.kind, tp, sequence, row.mode, **options)
+                errors = site_runs.errors(row.kind, tp, around, row.mode, **options)
             found[row.kind, row.mode, what] = max(errors.values())
     return found

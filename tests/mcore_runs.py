@@ -153,7 +153,7 @@ def reduced_step(
         rank = parallel_state.get_expert_tensor_parallel_rank() if ".experts." in name else parallel.tp_rank
         dim = parameter.partition_dim if sharded else None
         gradients[_global_name(name, model.config, parallel)] = (rank, dim, parameter.grad.clone())
-    norm = global_grad_norm([p for p in model.parameters() if p.requires_grad], parallel).item()
+    norm = global_grad_norm([p for p in model.parameters() if p.requires_grad]).item()
     reducer.close()  # its hooks would hold the model, and the model its groups
     return {"loss": loss.item(), "gradients": gradients, "norm": norm}
 

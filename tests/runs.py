@@ -61,7 +61,7 @@ class TinyModule(pl.LightningModule):
         return {"loss": loss, "num_tokens": int(mask.sum())}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(global_grad_norm(self.parameters(), self.trainer.strategy.parallel).item())
+        self.norms.append(global_grad_norm(self.parameters()).item())
         self.gradients.append({key: p.grad.clone() for key, p in factors_of(self.model).items()})
 
     def configure_optimizers(self) -> Any:
@@ -164,8 +164,8 @@ class FullModule(TinyModule):
         super().__init__(directory, random_factors=False)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        parallel, trained = self.trainer.strategy.parallel, self.trainer.strategy.engine.saved(self.model)
-        self.norms.append(global_grad_norm(trained.values(), parallel).item())
+        trained = self.trainer.strategy.engine.saved(self.model)
+        self.norms.append(global_grad_norm(trained.values()).item())
         self.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
 
 

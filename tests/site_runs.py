@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.counting import Collectives, kept_for_backward
+from lightning_mcore_lora.adapters.placement import Around
 
 SEQUENCE, BATCH, D_IN, D_OUT, RANK, ALPHA = 12, 3, 96, 96, 6, 9.0
 NAMES = {"column": "linear_fc1", "row": "linear_fc2", "duplicated": "gate"}
@@ -28,7 +29,7 @@ class Site:
 def build(
     kind: str,
     tp: int,
-    sequence: bool,
+    around: Around,
     mode: str | None,
     rank: int = RANK,
     bias: bool = False,
@@ -46,6 +47,8 @@ def build(
     from lightning_mcore_lora.strategy import seeding
 
     cpu_backend.apply()
+    sequence = around is Around.SEQUENCE
+    bias = bias and not (around is Around.REMOVED and kind == "row")  # Megatron-Core adds none to a partial output
     parallel = ParallelContext.create(ParallelSizes(torch.distributed.get_world_size(), tp, sequence))
     seeding.seed_for_init()
     config = TransformerConfig(
@@ -69,6 +72,8 @@ def build(
     else:
         linear = nn.Linear(D_IN, D_OUT, bias=bias, dtype=torch.float64)
         linear.weight.sequence_parallel = sequence
+    if around is Around.REMOVED:
+        linear.explicit_expert_comm = True
     generator = torch.Generator().manual_seed(1)
     stacked = 2 * rank if lora.get("canonical") and kind == "column" else rank
     weight, a, b, offset, magnitude = (
@@ -122,12 +127,13 @@ def oracle(site: Site, kind: str, x: Tensor, grad: Tensor, mask: Tensor | None, 
     return {"y": y.detach(), **grads}  # type: ignore[dict-item]
 
 
-def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK, **options: Any) -> dict[str, float]:
+def errors(kind: str, tp: int, around: Around, mode: str, rank: int = RANK, **options: Any) -> dict[str, float]:
     """Relative errors of output, dX, dA, dB and of the magnitude's gradient on this rank."""
     from lightning_mcore_lora.adapters import products
 
-    site = build(kind, tp, sequence, mode, rank, **options)
+    site = build(kind, tp, around, mode, rank, **options)
     parallel, lora = site.parallel, site.linear.lora
+    sequence, removed = around is Around.SEQUENCE, around is Around.REMOVED
     generator = torch.Generator().manual_seed(2)
     x, grad = (torch.randn(SEQUENCE, BATCH, width, generator=generator, dtype=torch.float64) for width in (D_IN, D_OUT))
 
@@ -138,7 +144,7 @@ def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK, **op
     local = local.clone().requires_grad_()
     drawn: list[Any] = []
     draw = products.Dropout.draw
-    products.Dropout.draw = lambda p, rank: drawn.append(draw(p, rank)) or drawn[-1]  # type: ignore[method-assign, assignment, misc, return-value, func-returns-value]
+    products.Dropout.draw = lambda *args: drawn.append(draw(*args)) or drawn[-1]  # type: ignore[method-assign, assignment, misc, return-value, func-returns-value]
     try:
         result = site.linear(local)
     finally:
@@ -173,6 +179,8 @@ def errors(kind: str, tp: int, sequence: bool, mode: str, rank: int = RANK, **op
         if name in expected:
             expected[name] = held(expected[name], kind, parallel, placement.b.dim())
     got = {"y": out.detach(), "dx": local.grad, "da": lora.a.grad, "db": lora.b.grad}
+    if removed:  # whoever runs the linear sums what is left partial
+        torch.distributed.all_reduce(got["dx" if kind == "column" else "y"], group=parallel.tp_group)
     if "dm" in expected:
         got["dm"] = lora.magnitude.grad
     if options.get("freeze_a"):
@@ -200,13 +208,13 @@ def _whole_mask(drawn: Any, kind: str, parallel: Any, sequence: bool, mode: str,
     return (mine if dim is None else torch.cat(masks, dim)) / (1 - p)
 
 
-def cost(kind: str, tp: int, sequence: bool, mode: str | None, **options: Any) -> dict[str, Any]:
+def cost(kind: str, tp: int, around: Around, mode: str | None, **options: Any) -> dict[str, Any]:
     """Bytes kept for backward and collectives of one forward and backward, and what the report predicts."""
     from lightning_mcore_lora.adapters.cost import predict
 
-    site = build(kind, tp, sequence, mode, **options)
+    site = build(kind, tp, around, mode, **options)
     shape = [SEQUENCE, BATCH, D_IN]
-    shape[0] //= tp if kind != "row" and sequence else 1
+    shape[0] //= tp if kind != "row" and around is Around.SEQUENCE else 1
     shape[2] //= tp if kind == "row" else 1
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     parameters = {p.untyped_storage().data_ptr() for p in site.linear.parameters()}

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from torch import Tensor, nn
 
@@ -19,12 +18,15 @@ from lightning_mcore_lora.adapters.eligibility import (
     why_not_adapted,
     why_not_recomputed,
 )
+from lightning_mcore_lora.adapters.experts import factors_of_each
 from lightning_mcore_lora.adapters.layer import LoRAAdapter, Plan
 from lightning_mcore_lora.adapters.matching import first_match, layer_of, matches, near_names
 from lightning_mcore_lora.adapters.placement import Factor, lookup
 from lightning_mcore_lora.adapters.producers import find_producer
 from lightning_mcore_lora.adapters.report import TRAINED, LoRAReport, SiteReport
+from lightning_mcore_lora.adapters.sequential import SequentialAdapter
 from lightning_mcore_lora.adapters.sites import Site, find_sites, module_names
+from lightning_mcore_lora.parallel import shard_group
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
             entries.append(SiteReport(site.name, site.kind, reason=reason))
             continue
         plan = _plan(site, config)
-        adapter = LoRAAdapter(site, plan, config)
+        adapter = (SequentialAdapter if site.sequential else LoRAAdapter)(site, plan, config)
         built.append(adapter)
         entries.append(
             SiteReport(
@@ -134,16 +136,8 @@ def raise_unreached(names: Iterable[str]) -> None:
 
 def logical_parameters(parameters: Iterable[nn.Parameter]) -> int:
     """Number of parameters over all ranks, each counted once."""
-    total = 0
-    for parameter in parameters:
-        sharded = getattr(parameter, "tensor_model_parallel", False)
-        if not getattr(parameter, "allreduce", True):
-            size = parallel_state.get_expert_model_parallel_world_size()
-            size *= parallel_state.get_expert_tensor_parallel_world_size() if sharded else 1
-        else:
-            size = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
-        total += parameter.numel() * size
-    return total
+    groups = ((parameter, shard_group(parameter)) for parameter in parameters)
+    return sum(parameter.numel() * (1 if group is None else group.size()) for parameter, group in groups)
 
 
 # -- targets -------------------------------------------------------------------------------------------------------
@@ -201,7 +195,7 @@ def _modules_to_save(config: LoRAConfig, model: nn.Module, targets: list[Site]) 
         saved |= set(hits)
     outer = [path for path in names if path in saved and not any(path.startswith(f"{other}.") for other in saved)]
     inside = {id(module) for path in outer for module in modules[path].modules()}
-    both = [site.name for site in targets if id(site.linear) in inside]
+    both = [site.name for site in targets if any(id(linear) in inside for linear in site.linears)]
     if both:
         raise ValueError(f"{both[:4]} are in target_modules and in modules_to_save: choose one, or use exclude_modules")
     return [(names[path], modules[path]) for path in outer]
@@ -212,14 +206,16 @@ def _modules_to_save(config: LoRAConfig, model: nn.Module, targets: list[Site]) 
 
 def _plan(site: Site, config: LoRAConfig) -> Plan:
     mode, fallback = choose_mode(site, config)
-    placement = lookup(site.kind, site.sequence_parallel, mode)
-    eager = lookup(site.kind, site.sequence_parallel, "gather" if mode == "regather" else mode)
-    rank = _by_pattern(config.rank_pattern, site.name, config.rank)
+    placement = lookup(site.kind, site.around, mode)
+    eager = lookup(site.kind, site.around, "gather" if mode == "regather" else mode)
+    rank = _by_pattern(config.rank_pattern, site.name, _default_rank(site, config))
     alpha = _by_pattern(config.alpha_pattern, site.name, config.alpha)
     parts = tuple(part.name for part in site.parts()) if config.canonical else ()
     if config.canonical and site.leaf == "linear_qkv" and not parts:
         fallback = fallback or "canonical: its rows are not those of q, k and v alone, so they share one A"
-    plan = Plan(placement, eager, rank, alpha / (rank**0.5 if config.rslora else rank), parts or ("",), None, fallback)
+    scale = alpha / (rank**0.5 if config.rslora else rank)
+    each = factors_of_each(site, config.expert_adapters, config.dora)
+    plan = Plan(placement, eager, rank, scale, parts or ("",), each, fallback=fallback)
     if placement.a is Factor.RANK and plan.width % site.group.size():
         raise ValueError(
             f"rank={rank} is not divisible by tensor_parallel_size={site.group.size()}, which "
@@ -227,13 +223,26 @@ def _plan(site: Site, config: LoRAConfig) -> Plan:
         )
     if config.dropout:
         check_dropout(site)
-    if config.dora and getattr(site.linear, "weight", None) is None:
+    if config.dora and not site.has_weights:
         raise ValueError(f"dora=True needs a weight at {site.name}, which is tied to the embedding: exclude it")
     if config.recompute_inputs and not config.freeze_a:
         reason = why_not_recomputed(site, mode)
         known = find_producer(site) if reason is None else None
         plan = dataclasses.replace(plan, known=known, fallback=fallback or reason)
     return dataclasses.replace(plan, fallback=plan.fallback or what_is_lost(site))
+
+
+def _default_rank(site: Site, config: LoRAConfig) -> int:
+    """The rank of a site that no pattern names."""
+    if not (site.experts and config.normalize_expert_rank):
+        return config.rank
+    rank, rest = divmod(config.rank, site.config.moe_router_topk)
+    if rest or not rank:
+        raise ValueError(
+            f"normalize_expert_rank: rank={config.rank} is not divisible by moe_router_topk="
+            f"{site.config.moe_router_topk} at {site.name}: choose a multiple, or give experts a rank by rank_pattern"
+        )
+    return rank
 
 
 def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

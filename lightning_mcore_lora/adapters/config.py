@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_mcore_lora.adapters.experts import EACH
 from lightning_mcore_lora.adapters.initial import INITIAL
 from lightning_mcore_lora.adapters.matching import check_pattern
 from lightning_mcore_lora.adapters.placement import MODES
@@ -42,6 +43,12 @@ class LoRAConfig:
         freeze_a: Train B alone (LoRA-FA, https://arxiv.org/abs/2308.03303): the input is then not kept at all.
         init: How A begins: ``"kaiming"`` is uniform within ``1 / sqrt(d_in)``, as in PEFT; ``"xavier"`` is uniform
             within ``sqrt(6 / (d_in + rank))``; ``"gaussian"`` has the standard deviation ``1 / rank``. B begins at 0.
+        expert_adapters: What experts of a layer share: ``"per_expert"`` nothing; ``"shared_outer"`` the factor at the
+            hidden size, A of ``linear_fc1`` and B of ``linear_fc2``; ``"shared"`` both factors. What is shared is one
+            logical tensor at any expert-parallel size. A ``dora`` magnitude is always each expert's own.
+        normalize_expert_rank: Divide ``rank`` by the experts that a token goes to (``moe_router_topk``) at expert
+            linears, so that a token meets as many adapter parameters there as in a dense layer. The scale is alpha over
+            the divided rank. Ranks of ``rank_pattern`` are taken as they are.
         dtype: Dtype of the factors, ``"float32"`` or ``"bfloat16"``. The strategy trains float32 masters of the latter.
         sequence_mode: What a column-parallel site does under sequence parallelism: ``"local"`` applies A to the
             sequence shard and gathers only the rank-wide result; ``"regather"`` keeps the shard and gathers the input
@@ -68,6 +75,8 @@ class LoRAConfig:
     canonical: bool = False
     freeze_a: bool = False
     init: str = "kaiming"
+    expert_adapters: str = "per_expert"
+    normalize_expert_rank: bool = False
     dtype: str = "float32"
     sequence_mode: str = "auto"
     recompute_inputs: bool = False
@@ -87,7 +96,13 @@ class LoRAConfig:
                 "init='pissa' is not supported: it changes the frozen base weights, which neither an adapter's "
                 f"checkpoint nor its PEFT export holds. Choose one of {INITS}"
             )
-        for name, known in {"init": INITS, "dtype": tuple(DTYPES), "sequence_mode": SEQUENCE_MODES}.items():
+        choices = {
+            "init": INITS,
+            "expert_adapters": tuple(EACH),
+            "dtype": tuple(DTYPES),
+            "sequence_mode": SEQUENCE_MODES,
+        }
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {known}")
         for name in ("target_modules", "exclude_modules", "modules_to_save"):

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
 from lightning_mcore_lora.adapters.config import LoRAConfig
 from lightning_mcore_lora.adapters.eligibility import attention_keeps_output, norm_is_recomputed, site_is_recomputed
 from lightning_mcore_lora.adapters.layer import LoRAAdapter
-from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Sees
+from lightning_mcore_lora.adapters.placement import Around, Enter, Factor, Middle, Sees
+from lightning_mcore_lora.adapters.sites import Site
 
 #: Passes over the tensor in forward and in backward; an all-reduce is a reduce-scatter and an all-gather.
 _MIDDLE_PASSES = {
@@ -55,8 +59,10 @@ class Cost:
 def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
     """The cost of an adapter that trains, for activations in the dtype of the base's weight.
 
-    Gradients of the factors are summed as the strategy does it, in float32, once per step.
+    Gradients of the factors are summed as the strategy does it, in float32, once per step. Experts are taken to get
+    equally many tokens.
     """
+    trained = [(name, parameter) for name, parameter in adapter.named_parameters() if parameter.requires_grad]
     site, plan, row = adapter.site, adapter.plan, adapter.plan.placement
     n, element = site.group.size(), site.like.element_size()
     single = max(element, 4)  # of what is never in half precision
@@ -69,7 +75,7 @@ def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
     if config.freeze_a or (is_shared and not is_copy):
         kept_input = 0.0
     if site.type.makes_input:  # the linear keeps what it returns; other than that only a copy is kept
-        kept_input = wide / (n if row.sequence else 1) + (kept_input if is_copy else 0.0)
+        kept_input = wide / (n if row.around is Around.SEQUENCE else 1) + (kept_input if is_copy else 0.0)
     cast_a = adapter.a.numel() * element if row.enter is Enter.REGATHER and adapter.a.dtype != site.like.dtype else 0
     at_output = 1 / n if row.splits_output_tokens else 1.0
     d_out = site.d_out // (n if row.b is Factor.OUTPUT else 1)
@@ -87,12 +93,24 @@ def predict(adapter: LoRAAdapter, config: LoRAConfig) -> Cost:
         norms = 2 * d_out * single * share
     elif config.dora and row.a is Factor.RANK:
         norms = plan.width * site.d_in * single * share
-    trained = {"a": 0 if config.freeze_a else adapter.a.numel(), "b": adapter.b.numel() + config.dora * d_out}
-    keeps = forwards == 1
+    keeps, tokens, weights = forwards == 1, _tokens_seen(site), max(site.experts, 1)
     return Cost(
-        kept_per_token=keeps * (kept_input + (z + output) * at_output),
-        kept_per_microbatch=keeps * (config.dora * d_out * (element + single) + cast_a),
+        kept_per_token=keeps * tokens * (kept_input + (z + output) * at_output),
+        kept_per_microbatch=keeps * (config.dora * weights * d_out * (element + single) + cast_a),
         sent_per_token=share * (passes(*_MIDDLE_PASSES[row.middle]) * z + enter * wide),
-        sent_per_microbatch=forwards * norms,
-        sent_per_step=share * 2 * 4 * (row.sum_a * trained["a"] + row.sum_b * trained["b"]),
+        sent_per_microbatch=forwards * weights * norms,
+        sent_per_step=sum(2 * 4 * parameter.numel() * _share(adapter.sum_group(name)) for name, parameter in trained),
     )
+
+
+def _tokens_seen(site: Site) -> float:
+    """Tokens that a linear gets on one rank, for each token of a microbatch."""
+    if not site.experts:
+        return 1.0
+    # An expert-parallel peer has 1/EP of the experts, for the tokens of EP * ETP / TP microbatches.
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    return site.config.moe_router_topk * site.group.size() / tensor
+
+
+def _share(group: ProcessGroup | None) -> float:
+    return 0.0 if group is None else (group.size() - 1) / group.size()

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
 from lightning_mcore_lora.adapters.matching import layer_of
+from lightning_mcore_lora.adapters.placement import Around
 from lightning_mcore_lora.adapters.producers import find_producer
 from lightning_mcore_lora.adapters.sites import Site
 
@@ -69,8 +70,6 @@ def _overlaps_user_buffers(site: Site) -> bool:
 
 #: Sites that get no adapter.
 NOT_ADAPTED: tuple[Obstacle, ...] = (
-    Obstacle(lambda site: site.is_expert, "expert linears are not supported yet"),
-    Obstacle(lambda site: "shared_experts" in site.name.split("."), "shared-expert linears are not supported yet"),
     Obstacle(
         lambda site: getattr(site.linear, "disable_grad_reduce", False),
         "its input's gradient is left partial (disable_grad_reduce)",
@@ -90,7 +89,7 @@ _IS_RECOMPUTED: tuple[Obstacle, ...] = (
 #: forward to the next (evaluation, inside an activation checkpoint) are seen by the adapter itself.
 NO_REGATHER: tuple[Obstacle, ...] = (
     Obstacle(lambda site: site.group.size() == 1, "tensor_parallel_size is 1: nothing is gathered"),
-    Obstacle(lambda site: not site.sequence_parallel, "sequence parallelism is off: nothing is gathered"),
+    Obstacle(lambda site: site.around is not Around.SEQUENCE, "sequence parallelism is off: nothing is gathered"),
     Obstacle(lambda site: site.leaf not in REGATHER_SITES, f"only {' and '.join(REGATHER_SITES)} re-gather"),
     _OFFLOADED,
     _GRAPHS,
@@ -137,7 +136,7 @@ def choose_mode(site: Site, config: LoRAConfig) -> tuple[str, str | None]:
         The mode, and the reason if it is not the one asked for.
     """
     mode = "local" if config.sequence_mode == "auto" else config.sequence_mode
-    if mode == "regather" and site.kind == "column":
+    if mode == "regather" and site.kind == "column" and site.around is not Around.REMOVED:
         reason = "freeze_a: the input is not kept anyway" if config.freeze_a else _first(NO_REGATHER, site)
         if reason:
             return "gather", reason
@@ -151,7 +150,7 @@ def what_is_lost(site: Site) -> str | None:
 
 def why_not_recomputed(site: Site, mode: str) -> str | None:
     """The reason why a site's input is not computed again in backward, or ``None``."""
-    if site.kind == "column" and mode != "local":
+    if site.kind == "column" and mode != "local" and site.around is not Around.REMOVED:
         return f"recompute_inputs needs sequence_mode='local': {mode!r} needs the sequence gathered"
     return _first(NO_RECOMPUTE, site)
 

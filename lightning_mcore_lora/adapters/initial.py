@@ -1,11 +1,13 @@
 """Initial A: drawn whole, over the full input, the same on every rank and at every layout."""
 
+import sys
 import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lightning_mcore_lora.adapters.experts import local_experts
 from lightning_mcore_lora.adapters.sites import Site
 
 
@@ -32,12 +34,24 @@ INITIAL: dict[str, Callable[[Tensor, torch.Generator], None]] = {
 }
 
 
-def initial_a(site: Site, rank: int, init: str, seed: int, parts: tuple[str, ...] = ("",)) -> Tensor:
-    """The whole A of a site, ``[len(parts) * rank, d_in]``, in float32; each part is drawn for itself."""
+def initial_a(
+    site: Site, rank: int, init: str, seed: int, parts: tuple[str, ...] = ("",), each: bool = False
+) -> Tensor:
+    """The whole A of a site, ``[len(parts) * rank, d_in]``, in float32; each part is drawn for itself.
+
+    With ``each`` it is ``[experts, ...]``, of this rank's experts, each drawn by its number over all ranks.
+    """
+    if each:
+        numbers = range(*local_experts(site).indices(sys.maxsize))
+        return torch.stack([_whole(f"{site.name}.{number}", site, rank, init, seed, parts) for number in numbers])
+    return _whole(site.name, site, rank, init, seed, parts)
+
+
+def _whole(name: str, site: Site, rank: int, init: str, seed: int, parts: tuple[str, ...]) -> Tensor:
     drawn = []
     for part in parts:
-        name = f"{site.name}.{part}" if part else site.name
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        full_name = f"{name}.{part}" if part else name
+        generator = torch.Generator().manual_seed(zlib.crc32(full_name.encode()) + seed)
         a = torch.empty(rank, site.d_in, dtype=torch.float32)
         INITIAL[init](a, generator)
         drawn.append(a)

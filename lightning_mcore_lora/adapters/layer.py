@@ -1,9 +1,9 @@
 """The adapter module: runs one row of the placement table beside its base linear."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_mcore_lora.adapters.config import DTYPES, LoRAConfig
-from lightning_mcore_lora.adapters.dora import RowNorms
+from lightning_mcore_lora.adapters.dora import RowNorms, gathered
+from lightning_mcore_lora.adapters.experts import local_experts, shared_group, stream_to_share
+from lightning_mcore_lora.adapters.gemm import Sizes
 from lightning_mcore_lora.adapters.initial import initial_a
 from lightning_mcore_lora.adapters.linears import bias_of
-from lightning_mcore_lora.adapters.placement import Enter, Factor, Middle, Placement, Sees
+from lightning_mcore_lora.adapters.placement import Enter, Middle, Placement, Sees
 from lightning_mcore_lora.adapters.producers import Known, Producer
 from lightning_mcore_lora.adapters.products import Blocks, Dropout, down, drop, up
 from lightning_mcore_lora.adapters.sites import Site
+from lightning_mcore_lora.parallel import Experts, experts_are_apart
 
 _MIDDLE: dict[Middle, Callable[[Tensor, ProcessGroup], Tensor]] = {
     Middle.AS_IS: lambda z, group: z,
@@ -44,6 +47,7 @@ class Plan:
         rank: Width of the factors.
         scale: Factor s.
         parts: Names of the linears that are fused in it and get factors of their own; one empty name if it is one.
+        each: Parameters of which each expert has its own; of experts the others are one for all.
         known: The producer of its input, if that is to be computed again.
         fallback: Why it does not run as asked.
     """
@@ -53,6 +57,7 @@ class Plan:
     rank: int
     scale: float
     parts: tuple[str, ...] = ("",)
+    each: frozenset[str] = frozenset()
     known: Known | None = None
     fallback: str | None = None
 
@@ -62,12 +67,27 @@ class Plan:
         return self.rank * len(self.parts)
 
 
+class Factors(NamedTuple):
+    """What one product needs: of one linear, or of several experts with a first dimension.
+
+    Args:
+        a: A.
+        b: B.
+        ratio: With DoRA the magnitude over the row norm.
+    """
+
+    a: Tensor
+    b: Tensor
+    ratio: Tensor | None
+
+
 class LoRAAdapter(nn.Module):
     r"""Adds :math:`s B (A x)` to the output of a base linear, in the base's parallel state.
 
     ``a``, ``b`` and, with DoRA, ``magnitude`` hold this rank's part and carry Megatron-Core's marks
     (``tensor_model_parallel``, ``partition_dim``, ``allreduce``), which norms, reductions and checkpoints go by.
-    Canonical adapters hold the A's of their parts one below the other.
+    Canonical adapters hold the A's of their parts one below the other. Of experts one adapter holds the factors of all
+    that this rank has, ``[experts, ...]``, or one factor for all.
 
     Args:
         site: The base linear's site.
@@ -87,31 +107,43 @@ class LoRAAdapter(nn.Module):
         self.register_buffer("_rows", _part_of_each_row(site) if len(plan.parts) > 1 else None, persistent=False)
         self._producer: Producer | None = None
         self._before: Any = None  # attributes of the linear to put back
-        placement, rows = plan.placement, site.output_parts
-        a = initial_a(site, plan.rank, config.init, config.seed, plan.parts)
-        self.a = self._factor(self._part(a, placement.a.dim(), 1), placement.a, 1)
-        b = torch.zeros(site.d_out, plan.rank)
-        self.b = self._factor(self._part(b, placement.b.dim(), rows), placement.b, rows)
+        self._stream = stream_to_share(site) if config.dropout else None
+        a = initial_a(site, plan.rank, config.init, config.seed, plan.parts, "a" in plan.each)
+        b = torch.zeros((site.experts, site.d_out, plan.rank) if "b" in plan.each else (site.d_out, plan.rank))
+        self.a = self._parameter(self._shard(a, "a"), "a")
+        self.b = self._parameter(self._shard(b, "b"), "b")
         self.magnitude: nn.Parameter | None = None
         if config.dora:
-            self._norms = RowNorms(site, placement)
-            self.magnitude = self._factor(self._row_norms(), placement.b, rows)
+            self._norms = RowNorms(site, plan.placement)
+            self.magnitude = self._parameter(self._row_norms(), "magnitude")
         self.a.requires_grad_(not config.freeze_a)
 
-    def _factor(self, part: Tensor, held: Factor, parts: int) -> nn.Parameter:
-        dim = held.dim()
-        sharded = dim is not None and self.site.group.size() > 1
-        factor = nn.Parameter(part.to(device=self.site.like.device, dtype=self._dtype, copy=True).contiguous())
-        set_tensor_model_parallel_attributes(factor, sharded, dim if dim is not None else -1, parts)
-        factor.allreduce = True  # type: ignore[attr-defined]
-        return factor
+    def _dim(self, name: str) -> int | None:
+        """The dimension of a parameter that is sharded."""
+        dim = (self.plan.placement.a if name == "a" else self.plan.placement.b).dim()
+        return None if dim is None else dim + (name in self.plan.each)
 
-    def _part(self, full: Tensor, dim: int | None, parts: int) -> Tensor:
-        """This rank's share of a whole factor; of gate and of up each where the output holds both."""
+    def _stride(self, name: str) -> int:
+        """Blocks of that dimension that are sharded each for itself."""
+        return 1 if name == "a" else self.site.output_parts
+
+    def _parameter(self, part: Tensor, name: str) -> nn.Parameter:
+        dim = self._dim(name)
+        parameter: Any = nn.Parameter(part.to(device=self.site.like.device, dtype=self._dtype, copy=True).contiguous())
+        sharded = dim is not None and self.site.group.size() > 1
+        set_tensor_model_parallel_attributes(parameter, sharded, dim if dim is not None else -1, self._stride(name))
+        parameter.allreduce = not (self.site.experts and experts_are_apart())
+        if self.site.experts:
+            parameter.experts = Experts.EACH if name in self.plan.each else Experts.ALL
+        return parameter
+
+    def _shard(self, full: Tensor, name: str) -> Tensor:
+        """This rank's shard of a whole factor; of gate and of up each where the output holds both."""
+        dim, group = self._dim(name), self.site.group
         if dim is None:
             return full
-        group = self.site.group
-        return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in full.chunk(parts, dim)], dim)
+        parts = full.chunk(self._stride(name), dim)
+        return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in parts], dim)
 
     def attach(self) -> None:
         """Sit beside the base linear, under its name ``lora``."""
@@ -133,33 +165,84 @@ class LoRAAdapter(nn.Module):
         row.detach(linear, self._before)
 
     def defer_sums(self, defer: bool) -> None:
-        """Leave the sums of replicated factors' gradients to ``finalize_model_grads``, or take them back.
+        """Leave the sums of gradients over peers to whoever finalizes them once per step, or take them back.
 
-        In autograd each sum is a collective of its own in every backward: right in any loop. Megatron-Core's function
-        joins those of all parameters marked ``sequence_parallel`` into one, once per optimizer step.
+        In autograd each sum is a collective of its own in every backward: right in any loop. Megatron-Core's
+        ``finalize_model_grads`` joins those of all parameters marked ``sequence_parallel`` into one; the rest are
+        :meth:`deferred_sums`.
         """
         self.sums_in_autograd = not defer
         for name, parameter in self.named_parameters():
-            parameter.sequence_parallel = defer and self._is_partial(name)  # type: ignore[attr-defined]
+            parameter.sequence_parallel = (  # type: ignore[attr-defined]
+                defer and not self.site.experts and self._is_partial(name)
+            )
+
+    def deferred_sums(self) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
+        """Parameters of experts whose gradients are to be summed, and over which group."""
+        for name, parameter in self.named_parameters():
+            group = self.sum_group(name) if self.site.experts and parameter.requires_grad else None
+            if group is not None:
+                yield parameter, group
 
     def _is_partial(self, name: str) -> bool:
         return self.plan.placement.sum_a if name == "a" else self.plan.placement.sum_b
+
+    def sum_group(self, name: str) -> ProcessGroup | None:
+        """The processes over which a parameter's gradient is summed, beside data-parallel ones."""
+        group = self.site.group if self._is_partial(name) else None
+        if self.site.experts and name not in self.plan.each:  # each expert-parallel peer saw its own experts' tokens
+            group = shared_group(group)
+        return group if group is not None and group.size() > 1 else None
 
     @torch.no_grad()
     def load_full(self, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> None:
         """Set the factors from whole ones, the same on every rank.
 
         Args:
-            a: ``[rank, d_in]``, of canonical adapters ``[parts * rank, d_in]``.
-            b: ``[d_out, rank]``, rows in the order of the base's whole weight: query groups, or all gate then all up.
-            magnitude: ``[d_out]``, in the same order; ``None`` takes the row norms with these factors.
+            a: ``[rank, d_in]``, of canonical adapters ``[parts * rank, d_in]``; ``[experts, ...]``, of all ranks'
+                experts, where each has its own.
+            b: ``[d_out, rank]``, rows in the order of the base's whole weight: query groups, or all gate then all up;
+                ``[experts, ...]`` as of A.
+            magnitude: ``[d_out]``, in the same order, of experts ``[experts, d_out]``; ``None`` takes the row norms
+                with these factors.
         """
-        placement, rows = self.plan.placement, self.site.output_parts
-        self.a.copy_(self._part(a, placement.a.dim(), 1))
-        self.b.copy_(self._part(b, placement.b.dim(), rows))
+        self.a.copy_(self._shard(self._local(a, "a"), "a"))
+        self.b.copy_(self._shard(self._local(b, "b"), "b"))
         if self.magnitude is not None:
-            whole = self._row_norms() if magnitude is None else self._part(magnitude, placement.b.dim(), rows)
+            whole = (
+                self._row_norms()
+                if magnitude is None
+                else self._shard(self._local(magnitude, "magnitude"), "magnitude")
+            )
             self.magnitude.copy_(whole)
+
+    def _local(self, full: Tensor, name: str) -> Tensor:
+        """The values of this rank's experts."""
+        return full[local_experts(self.site)] if name in self.plan.each else full
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        r"""The base's weight with the adapter in it: :math:`W + s B A`, with DoRA its rows scaled to the magnitudes.
+
+        A collective over the site's group where A is sharded on rank, and with DoRA where it is sharded on d_in.
+
+        Returns:
+            This rank's part, ``[d_out, d_in]`` in the base's layout and dtype, of experts ``[experts, d_out, d_in]``;
+            computed in float32 or better and rounded once.
+        """
+        weights = self.site.weights()
+        dtype = torch.promote_types(weights[0].dtype, torch.float32)
+        norms = self._norms(*self._of_each(), self.plan.scale) if self.magnitude is not None else None
+        merged = []
+        for i, (weight, a, b) in enumerate(zip(weights, *self._of_each(), strict=True)):
+            whole = weight.to(dtype) + self.plan.scale * b.to(dtype) @ gathered(a, self.plan.placement, self.site).to(
+                dtype
+            )
+            if norms is not None:
+                magnitude = self.magnitude[i] if self.site.experts else self.magnitude  # type: ignore[index]
+                whole = whole * (magnitude / norms[i]).to(dtype)[:, None]  # type: ignore[operator]
+            merged.append(whole.to(weight.dtype))
+        return torch.stack(merged) if self.site.experts else merged[0]
 
     def facts(self) -> str:
         """All that must be the same on every rank, in words."""
@@ -181,49 +264,75 @@ class LoRAAdapter(nn.Module):
 
         Args:
             base: The base linear's own method.
-            x: The base's input, ``[sequence or its shard, batch, d_in or its shard]``.
-            *args: Passed to ``base``.
+            x: The base's input, ``[sequence or its shard, batch, d_in or its shard]``; of experts ``[tokens, d_in]``.
+            *args: Passed to ``base``; of several experts in one linear the first is the tokens of each.
             **kwargs: Passed to ``base``.
 
         Returns:
             What the base returns, with the adapter's output added.
         """
+        sizes = list(args[0] if args else kwargs["m_splits"]) if self.site.type.grouped else None
+        return self._run(self.site.linear, base, x, args, kwargs, self._factors(), sizes)
+
+    def _run(
+        self,
+        linear: Any,
+        base: Callable[..., Any],
+        x: Tensor,
+        args: tuple,
+        kwargs: dict[str, Any],
+        factors: Factors,
+        sizes: Sizes = None,
+    ) -> Any:
         placement, group = self.current_placement(), self.site.group
         source = self._producer.take(x) if self._producer is not None else None
         gather = placement.enter is Enter.GATHER and group.size() > 1
-        ran = self.site.type.run(self.site.linear, base, x, gather, args, kwargs)
-        dropout = self._draw(placement)
+        ran = self.site.type.run(linear, base, x, gather, args, kwargs)
+        dropout = self._draw(placement, x.device)
         scale = self.plan.scale / (1 - dropout.p) if dropout else self.plan.scale
-        product = self._regathered if placement.enter is Enter.REGATHER and group.size() > 1 else self._down
-        z = product(ran.x, placement, dropout, source)
+        if placement.enter is Enter.REGATHER and group.size() > 1:
+            z = self._regathered(ran.x, factors.a, dropout)
+        else:
+            z = down(self._entered(ran.x, placement), factors.a, _product_dtype(x), source, dropout, sizes)
         z = _MIDDLE[placement.middle](z * scale, group)
-        output = up(ran.output, z, self._summed("b"), self._blocks())
-        return ran.finish(self._with_magnitude(output))
+        output = up(ran.output, z, factors.b, self._blocks(), sizes)
+        return ran.finish(self._with_magnitude(output, factors.ratio, linear, sizes))
 
-    def _draw(self, placement: Placement) -> Dropout | None:
+    def _draw(self, placement: Placement, device: torch.device) -> Dropout | None:
         if not self.training or not self.config.dropout:
             return None
-        return Dropout.draw(self.config.dropout, 0 if placement.sees is Sees.ALL else self.site.group.rank())
+        number = 0 if placement.sees is Sees.ALL else self.site.group.rank()
+        if self.site.experts:  # outside of their group the tokens are others, though the stream may be the same
+            number += torch.distributed.get_rank() - self.site.group.rank()
+        return Dropout.draw(self.config.dropout, number, self._stream, device)
+
+    def _factors(self) -> Factors:
+        """The factors, with what autograd needs to sum their gradients."""
+        ratio = None
+        if self.magnitude is not None:
+            ratio = self._summed("magnitude") / self._row_norms()
+        return Factors(self._summed("a"), self._summed("b"), ratio)
 
     def _summed(self, name: str) -> Tensor:
-        """A factor, whose gradient is summed over the group where this rank's is only a part."""
-        factor = getattr(self, name)
-        if self.sums_in_autograd and self._is_partial(name) and factor.requires_grad:
-            return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.site.group)
-        return factor
+        """A parameter, whose gradient is summed over the peers where this rank's is only a part."""
+        parameter = getattr(self, name)
+        group = self.sum_group(name) if self.sums_in_autograd and parameter.requires_grad else None
+        if group is None:
+            return parameter
+        return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=group)
 
-    def _down(self, x: Tensor, placement: Placement, dropout: Dropout | None, source: Any) -> Tensor:
+    def _entered(self, x: Tensor, placement: Placement) -> Tensor:
         if placement.enter is Enter.COPY and self.site.group.size() > 1:
-            x = tensor_parallel.copy_to_tensor_model_parallel_region(x, group=self.site.group)
-        return down(x, self._summed("a"), _product_dtype(x), source, dropout)
+            return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=self.site.group)
+        return x
 
-    def _regathered(self, x: Tensor, placement: Placement, dropout: Dropout | None, source: Any) -> Tensor:
+    def _regathered(self, x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
         # Under autocast Megatron-Core's product would reduce-scatter a gradient of another dtype than its input's.
         dtype = _product_dtype(x)
         x = x.to(dtype)
         return linear_with_grad_accumulation_and_async_allreduce(
             drop(x, dropout) if dropout else x,
-            self.a.to(dtype),
+            a.to(dtype),
             None,
             gradient_accumulation_fusion=False,
             allreduce_dgrad=False,
@@ -236,18 +345,33 @@ class LoRAAdapter(nn.Module):
     def _blocks(self) -> Blocks | None:
         return None if self._rows is None else Blocks(self._rows, len(self.plan.parts))
 
+    def _of_each(self) -> tuple[list[Tensor], list[Tensor]]:
+        """A, and B as wide as z, of each weight of the site."""
+        blocks, count = self._blocks(), len(self.site.weights())
+        b = blocks.expand(self.b) if blocks else self.b
+        pairs = (("a", self.a), ("b", b))
+        a_each, b_each = (list(value) if name in self.plan.each else [value] * count for name, value in pairs)
+        return a_each, b_each
+
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
-        blocks = self._blocks()
-        b = blocks.expand(self.b) if blocks else self.b
-        return self._norms(self.a, b, self.plan.scale)
+        norms = self._norms(*self._of_each(), self.plan.scale)
+        return norms if self.site.experts else norms[0]
 
-    def _with_magnitude(self, output: Tensor) -> Tensor:
-        if self.magnitude is None:
+    def _with_magnitude(self, output: Tensor, ratio: Tensor | None, linear: Any, sizes: Sizes) -> Tensor:
+        if ratio is None:
             return output
-        ratio = (self._summed("magnitude") / self._row_norms()).to(output.dtype)
-        bias = _added_bias(self.site.linear)
-        return output * ratio if bias is None else (output - bias) * ratio + bias
+        biases = _added_biases(linear, 1 if sizes is None else len(sizes), self.site.type.grouped)
+        if sizes is None:
+            return _scaled(output, ratio, biases[0])
+        parts = zip(output.split(list(sizes)), ratio, biases, strict=True)
+        return torch.cat([_scaled(*part) for part in parts])
+
+
+def _scaled(output: Tensor, ratio: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows of the weight scaled, which the bias is not one of."""
+    ratio = ratio.to(output.dtype)
+    return output * ratio if bias is None else (output - bias) * ratio + bias
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -261,8 +385,8 @@ def _part_of_each_row(site: Site) -> Tensor:
     return block.repeat(site.d_out // site.group.size() // len(block)).to(site.like.device)
 
 
-def _added_bias(linear: Any) -> Tensor | None:
-    """The bias that is in the base's output already, not left to its caller."""
+def _added_biases(linear: Any, count: int, grouped: bool) -> list[Tensor | None]:
+    """The biases that are in the base's output already, not left to its caller."""
     if getattr(linear, "skip_bias_add", False) or getattr(linear, "te_return_bias", False):
-        return None
-    return bias_of(linear)
+        return [None] * count
+    return [bias_of(linear, i if grouped else "") for i in range(count)]

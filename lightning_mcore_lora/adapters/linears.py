@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_mcore_lora.adapters.placement import Around
+
 
 class Facts(NamedTuple):
     """What an adapter must know of a linear.
@@ -22,13 +24,13 @@ class Facts(NamedTuple):
         group: Its tensor-parallel group.
         d_in: Input features over all ranks.
         d_out: Output features over all ranks.
-        sequence: Whether activations around it are sharded along the sequence.
+        around: What surrounds it, in the placement table's words.
     """
 
     group: ProcessGroup
     d_in: int
     d_out: int
-    sequence: bool
+    around: Around
 
 
 class Ran(NamedTuple):
@@ -61,6 +63,7 @@ class LinearType:
         method: The method that multiplies.
         makes_input: Whether the linear makes the adapter's input, returns it, and so keeps it for backward by itself.
         shares_gather: Whether one gather of the sequence serves the linear and its adapter.
+        grouped: Whether it holds the linears of several experts, and is called with their token counts.
         attach: Prepares it for an adapter, and returns what was there before.
         detach: Puts that back.
     """
@@ -72,6 +75,7 @@ class LinearType:
     method: str = "forward"
     makes_input: bool = False
     shares_gather: bool = False
+    grouped: bool = False
     attach: Callable[[Any], Any] = lambda linear: None
     detach: Callable[[Any, Any], None] = lambda linear, before: None
 
@@ -97,9 +101,15 @@ class _GatherForTwo(torch.autograd.Function):
 # -- Megatron-Core's own -------------------------------------------------------------------------------------------
 
 
+def _around(group: ProcessGroup, sequence: Any, removed: Any) -> Around:
+    if removed:
+        return Around.REMOVED
+    return Around.SEQUENCE if sequence and group.size() > 1 else Around.WHOLE
+
+
 def _mcore_facts(linear: Any) -> Facts:
-    sequence = linear.sequence_parallel and linear.tp_group.size() > 1
-    return Facts(linear.tp_group, linear.input_size, linear.output_size, sequence)
+    around = _around(linear.tp_group, linear.sequence_parallel, linear.is_expert or linear.explicit_expert_comm)
+    return Facts(linear.tp_group, linear.input_size, linear.output_size, around)
 
 
 def _run_column(linear: Any, base: Callable[..., Any], x: Tensor, gather: bool, args: tuple, kwargs: dict) -> Ran:
@@ -140,7 +150,7 @@ def _plain_facts(linear: Any) -> Facts:
     # Megatron-Core marks weights that see a shard of the sequence; on others every rank sees all tokens.
     group = parallel_state.get_tensor_model_parallel_group()
     d_out, d_in = linear.weight.shape
-    return Facts(group, d_in, d_out, bool(getattr(linear.weight, "sequence_parallel", False)) and group.size() > 1)
+    return Facts(group, d_in, d_out, _around(group, getattr(linear.weight, "sequence_parallel", False), False))
 
 
 def _run_tensor(linear: Any, base: Callable[..., Any], x: Tensor, gather: bool, args: tuple, kwargs: dict) -> Ran:
@@ -150,18 +160,20 @@ def _run_tensor(linear: Any, base: Callable[..., Any], x: Tensor, gather: bool, 
 # -- Transformer Engine: features are counted per rank --------------------------------------------------------------
 
 
+def _te_around(linear: Any) -> Around:
+    # Without collectives of its own it is told of no parallel mode.
+    removed = linear.parallel_mode is None or hasattr(linear, "explicit_expert_comm")
+    return _around(linear._tp_group, linear.sequence_parallel, removed)
+
+
 def _te_column_facts(linear: Any) -> Facts:
-    size = linear._tp_group.size()
-    return Facts(
-        linear._tp_group, linear.in_features, linear.out_features * size, linear.sequence_parallel and size > 1
-    )
+    group = linear._tp_group
+    return Facts(group, linear.in_features, linear.out_features * group.size(), _te_around(linear))
 
 
 def _te_row_facts(linear: Any) -> Facts:
-    size = linear._tp_group.size()
-    return Facts(
-        linear._tp_group, linear.in_features * size, linear.out_features, linear.sequence_parallel and size > 1
-    )
+    group = linear._tp_group
+    return Facts(group, linear.in_features * group.size(), linear.out_features, _te_around(linear))
 
 
 def _run_te_column(linear: Any, base: Callable[..., Any], x: Tensor, gather: bool, args: tuple, kwargs: dict) -> Ran:
@@ -215,14 +227,14 @@ LINEARS: tuple[LinearType, ...] = (
         attach=_return_norm,
         detach=_return_as_before,
     ),
-    LinearType(f"{_TE}.TEColumnParallelGroupedLinear", "column", _te_column_facts, _run_pair),
-    LinearType(f"{_TE}.TERowParallelGroupedLinear", "row", _te_row_facts, _run_pair),
+    LinearType(f"{_TE}.TEColumnParallelGroupedLinear", "column", _te_column_facts, _run_pair, grouped=True),
+    LinearType(f"{_TE}.TERowParallelGroupedLinear", "row", _te_row_facts, _run_pair, grouped=True),
 )
 
 
-def bias_of(linear: Any) -> Tensor | None:
-    """The bias of a linear; Transformer Engine has an empty one for none."""
-    bias = getattr(linear, "bias", None)
+def bias_of(linear: Any, number: int | str = "") -> Tensor | None:
+    """The bias of a linear, of the numbered one if it holds several; Transformer Engine has an empty one for none."""
+    bias = getattr(linear, f"bias{number}", None)
     return bias if bias is not None and bias.numel() else None
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from lightning_mcore_lora.adapters.gemm import Sizes, add_times, outer, times
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,23 @@ class Dropout:
     seed: int
 
     @classmethod
-    def draw(cls, p: float, rank: int) -> "Dropout":
+    def draw(
+        cls, p: float, number: int, group: ProcessGroup | None = None, device: torch.device | None = None
+    ) -> "Dropout":
         """Take a seed from torch's default CPU stream, which tensor-parallel peers share and recompute replays.
 
         Args:
             p: Probability of a zero.
-            rank: Ranks of different numbers get different masks.
+            number: Peers of different numbers get different masks.
+            group: Peers that do not share the stream but must agree: they take the first one's draw, one small
+                broadcast in each forward.
+            device: Where the group's collectives run.
         """
-        drawn = int(torch.randint(2**32, ()))
-        return cls(p, (drawn + 0x9E3779B1 * rank) % 2**32)
+        drawn = torch.randint(2**32, ())
+        if group is not None:
+            drawn = drawn.to(device)
+            torch.distributed.broadcast(drawn, group=group, group_src=0)
+        return cls(p, (int(drawn) + 0x9E3779B1 * number) % 2**32)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` with the mask's zeros."""
@@ -74,23 +85,19 @@ def drop(x: Tensor, dropout: Dropout) -> Tensor:
     return _Drop.apply(x, dropout)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """All tokens in one dimension."""
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, a: Tensor, dtype: torch.dtype, source: Source | None, dropout: Dropout | None
+        ctx: Any, x: Tensor, a: Tensor, dtype: torch.dtype, source: Source | None, dropout: Dropout | None, sizes: Sizes
     ) -> Tensor:
         ctx.dtypes, ctx.dropout, ctx.compute = (x.dtype, dtype), dropout, source.compute if source else None
+        ctx.sizes = sizes
         cast = x.to(dtype)
         kept: tuple[Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             kept = source.tensors if source else (cast,)
         ctx.save_for_backward(a, *kept)
-        return (dropout(cast) if dropout else cast) @ a.to(dtype).T
+        return times(dropout(cast) if dropout else cast, a.to(dtype), sizes)
 
     @staticmethod
     @once_differentiable
@@ -99,31 +106,37 @@ class _Down(torch.autograd.Function):
         (x_dtype, dtype), dropout = ctx.dtypes, ctx.dropout
         dx = da = None
         if ctx.needs_input_grad[0]:
-            dx = dz @ a.to(dtype)
+            dx = times(dz, a.to(dtype).mT, ctx.sizes)
             dx = (dropout(dx) if dropout else dx).to(x_dtype)
         if ctx.needs_input_grad[1]:
             x = ctx.compute(*kept).to(dtype) if ctx.compute else kept[0]
             x = dropout(x) if dropout else x
-            da = (_flat(dz).T @ _flat(x)).to(a.dtype)
-        return dx, da, None, None, None
+            da = outer(dz, x, a, ctx.sizes).to(a.dtype)
+        return dx, da, None, None, None, None
 
 
 def down(
-    x: Tensor, a: Tensor, dtype: torch.dtype, source: Source | None = None, dropout: Dropout | None = None
+    x: Tensor,
+    a: Tensor,
+    dtype: torch.dtype,
+    source: Source | None = None,
+    dropout: Dropout | None = None,
+    sizes: Sizes = None,
 ) -> Tensor:
     """``drop(x) @ a.T``.
 
     Args:
         x: ``[..., d_in]``.
-        a: ``[rank, d_in]``.
+        a: ``[rank, d_in]``, or ``[experts, rank, d_in]``.
         dtype: Dtype of the product.
         source: What to keep in place of ``x``; ``None`` keeps ``x``. Nothing is kept if ``a`` is frozen.
         dropout: Mask of ``x``.
+        sizes: Tokens of each expert, in whose order ``x`` is.
 
     Returns:
         ``[..., rank]``.
     """
-    return _Down.apply(x, a, dtype, source, dropout)
+    return _Down.apply(x, a, dtype, source, dropout, sizes)
 
 
 @dataclass(frozen=True)
@@ -142,22 +155,22 @@ class Blocks:
         return torch.nn.functional.one_hot(self.rows, self.count).to(like.dtype)[:, :, None]
 
     def expand(self, b: Tensor) -> Tensor:
-        """``[d_out, rank]`` to ``[d_out, parts * rank]``, zero where a row does not read."""
-        return (b[:, None, :] * self._mask(b)).flatten(1)
+        """``[..., d_out, rank]`` to ``[..., d_out, parts * rank]``, zero where a row does not read."""
+        return (b[..., None, :] * self._mask(b)).flatten(-2)
 
     def contract(self, b: Tensor) -> Tensor:
         """The gradient's way back."""
-        return (b.unflatten(1, (self.count, -1)) * self._mask(b)).sum(1)
+        return (b.unflatten(-1, (self.count, -1)) * self._mask(b)).sum(-2)
 
 
 class _Up(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, z: Tensor, b: Tensor, blocks: Blocks | None) -> Tensor:
-        ctx.blocks = blocks
+    def forward(ctx: Any, output: Tensor, z: Tensor, b: Tensor, blocks: Blocks | None, sizes: Sizes) -> Tensor:
+        ctx.blocks, ctx.sizes = blocks, sizes
         ctx.save_for_backward(z, b)
         ctx.mark_dirty(output)
         whole = (blocks.expand(b) if blocks else b).to(output.dtype)
-        output.view(-1, output.shape[-1]).addmm_(_flat(z).to(output.dtype), whole.T)
+        add_times(output, z.to(output.dtype), whole, sizes)
         return output
 
     @staticmethod
@@ -167,23 +180,24 @@ class _Up(torch.autograd.Function):
         dz = db = None
         if ctx.needs_input_grad[1]:
             whole = (ctx.blocks.expand(b) if ctx.blocks else b).to(grad.dtype)
-            dz = (grad @ whole).to(z.dtype)
+            dz = times(grad, whole.mT, ctx.sizes).to(z.dtype)
         if ctx.needs_input_grad[2]:
-            db = _flat(grad).T @ _flat(z).to(grad.dtype)
+            db = outer(grad, z.to(grad.dtype), b, ctx.sizes)
             db = (ctx.blocks.contract(db) if ctx.blocks else db).to(b.dtype)
-        return grad, dz, db, None
+        return grad, dz, db, None, None
 
 
-def up(output: Tensor, z: Tensor, b: Tensor, blocks: Blocks | None = None) -> Tensor:
+def up(output: Tensor, z: Tensor, b: Tensor, blocks: Blocks | None = None, sizes: Sizes = None) -> Tensor:
     """Add ``z @ b.T`` to ``output``, in place where autograd allows it.
 
     Args:
         output: ``[..., d_out]``; not to be used afterwards.
         z: ``[..., rank]``, or ``[..., parts * rank]`` with ``blocks``.
-        b: ``[d_out, rank]``.
+        b: ``[d_out, rank]``, or ``[experts, d_out, rank]``.
         blocks: Where the rows read different parts of z.
+        sizes: Tokens of each expert, in whose order ``output`` is.
     """
     # A one-process reduction returns its input as a view, which autograd does not let change.
     if output._is_view() or not output.is_contiguous():
         output = output.clone(memory_format=torch.contiguous_format)
-    return _Up.apply(output, z, b, blocks)
+    return _Up.apply(output, z, b, blocks, sizes)

@@ -121,9 +121,11 @@ class LoRAReport:
         table.add_section()
         row("total", "", "", None, self.trainable_parameters, self.cost)
         unit = "microbatch" if microbatches == 1 else "microbatches"
+        has_experts = any("experts" in site.site.split(".") for site in self.sites)
         table.caption = "\n".join(
             (
                 f"kept, sent: by one rank, in an optimizer step of {microbatches} {unit} of {tokens:,} tokens",
+                *(("experts: as if each got as many tokens as any other",) if has_experts else ()),
                 *(f"{number}: {note}" for note, number in notes.items()),
             )
         )

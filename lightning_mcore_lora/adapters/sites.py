@@ -1,7 +1,8 @@
 """Sites: the linears of a model that an adapter can sit beside, and where in the model they are."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_mcore_lora.adapters.linears import Facts, LinearType, linear_type
+from lightning_mcore_lora.adapters.placement import Around
+
+#: Where Megatron-Core's ``SequentialMLP`` holds its experts.
+_SEQUENTIAL = re.compile(r"(?:(.+)\.)?local_experts\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -27,21 +32,29 @@ class Part:
 
 @dataclass(frozen=True)
 class Site:
-    """One linear of a model.
+    """One linear of a model, or the same linear of all experts that a rank holds in a layer.
 
     Args:
-        name: Path of the module in the Megatron-Core model; layers are numbered over all pipeline stages.
-        linear: The module.
+        name: Path of the module in the Megatron-Core model; layers are numbered over all pipeline stages. That of
+            experts is ``...experts.linear_fc1``, whether one module holds them or each has its own.
+        linears: The module; of experts that have their own, each one's.
         type: Its row of :data:`~lightning_mcore_lora.adapters.linears.LINEARS`.
-        parents: The modules that hold it, from the nearest on.
+        parents: The modules that hold the (first) linear, from the nearest on.
         like: A parameter with the dtype and device of the model.
+        sequential: Whether it stands for linears of experts that run one after the other.
     """
 
     name: str
-    linear: Any
+    linears: tuple[Any, ...]
     type: LinearType
     parents: tuple[nn.Module, ...]
     like: Tensor
+    sequential: bool = False
+
+    @property
+    def linear(self) -> Any:
+        """The module; of several the first."""
+        return self.linears[0]
 
     @cached_property
     def facts(self) -> Facts:
@@ -69,14 +82,32 @@ class Site:
         return self.facts.d_out
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether activations around it are sharded along the sequence."""
-        return self.facts.sequence
+    def around(self) -> Around:
+        """What surrounds it, in the placement table's words."""
+        return self.facts.around
+
+    @cached_property
+    def experts(self) -> int:
+        """Experts whose linears this rank holds here; 0 if it is no expert's."""
+        if self.type.grouped:
+            return self.linear.num_gemms
+        return len(self.linears) if self.sequential else 0
 
     @property
-    def is_expert(self) -> bool:
-        """Whether it belongs to a mixture-of-experts expert."""
-        return "experts" in self.name.split(".")
+    def holder(self) -> nn.Module:
+        """The module that runs all experts: of experts in sequence two steps above the one that holds a linear."""
+        return self.parents[2 if self.sequential else 0]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has a weight of its own; a tied output layer has none."""
+        return self.type.grouped or getattr(self.linear, "weight", None) is not None
+
+    def weights(self) -> list[Tensor]:
+        """This rank's part of the weight; of experts each one's."""
+        if self.type.grouped:
+            return [getattr(self.linear, f"weight{i}") for i in range(self.experts)]
+        return [linear.weight for linear in self.linears]
 
     @property
     def leaf(self) -> str:
@@ -111,17 +142,26 @@ class Site:
 
 
 def find_sites(model: nn.Module) -> Iterator[Site]:
-    """Every linear of the model that is of a known type."""
+    """Every linear of the model that is of a known type; those of experts that run one after the other are one."""
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     modules = dict(model.named_modules())
+    found: dict[str, Site] = {}
     for path, name in module_names(model).items():
-        row = linear_type(modules[path])
+        linear = modules[path]
+        row = linear_type(linear)
         if row is None or like is None:
             continue
+        expert = _SEQUENTIAL.fullmatch(name)
+        if expert:
+            name = ".".join(filter(None, (expert[1], expert[3])))
+            if name in found:
+                found[name] = replace(found[name], linears=(*found[name].linears, linear))
+                continue
         above = [path.rsplit(".", i)[0] for i in range(1, path.count(".") + 1)] + ([""] if path else [])
-        linear = modules[path]
-        weight = getattr(linear, "weight", None)
-        yield Site(name, linear, row, tuple(modules[p] for p in above), weight if weight is not None else like)
+        weight = next((getattr(linear, name, None) for name in ("weight", "weight0")), None)
+        parents = tuple(modules[p] for p in above)
+        found[name] = Site(name, (linear,), row, parents, weight if weight is not None else like, expert is not None)
+    yield from found.values()
 
 
 def module_names(model: nn.Module) -> dict[str, str]:

@@ -15,7 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lightning_mcore_lora.models.families import read_hf_config
 from lightning_mcore_lora.models.norms import SequenceParallelNorm
-from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
+from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes, experts_are_apart
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 
@@ -82,7 +82,7 @@ def build_gpt_model(
         position_embedding_type="rope",
         rotary_base=rotary_base,
     )
-    _mark_parameters(model, config, parallel.sizes)
+    _mark_parameters(model, config)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)
     return model
 
@@ -104,18 +104,17 @@ def _config_for(sizes: ParallelSizes, fields: dict[str, Any], use_te: bool) -> T
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
             "apply_rope_fusion": False,
+            "moe_grouped_gemm": False,
             "persist_layer_norm": False,
         }
     return TransformerConfig(**fields)
 
 
-def _mark_parameters(model: torch.nn.Module, config: TransformerConfig, sizes: ParallelSizes) -> None:
+def _mark_parameters(model: torch.nn.Module, config: TransformerConfig) -> None:
     """Complete Megatron-Core's marks on weights, by which gradients are reduced and counted, and shards are saved.
 
-    Sharded weights are marked only where Megatron-Core initialises them. Experts are marked as reduced over their own
-    data-parallel group at EP > 1, but they need it at EP = 1 too when ETP is not TP. Gate and up are sharded each.
+    Sharded weights are marked only where Megatron-Core initialises them. Gate and up are sharded each.
     """
-    own_group = sizes.expert > 1 or sizes.expert_tensor != sizes.tensor
     for name, module in model.named_modules():
         for cls, dim in _SHARDED_DIM.items():
             weight = getattr(module, "weight", None)
@@ -126,7 +125,7 @@ def _mark_parameters(model: torch.nn.Module, config: TransformerConfig, sizes: P
                     parameter.partition_stride = 2
         if getattr(module, "is_expert", False):
             for parameter in module.parameters(recurse=False):
-                parameter.allreduce = not own_group
+                parameter.allreduce = not experts_are_apart()
 
 
 def _with_sequence_parallel_norms(spec: Any) -> Any:

@@ -1,8 +1,12 @@
 """Read Hugging Face safetensors into a Megatron-Core model, each rank only the slices it keeps."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,24 +30,31 @@ def load_hf_weights(model: torch.nn.Module, directory: str | Path, parallel: Par
     """
     directory = Path(directory)
     hf = read_hf_config(directory)
-    shard = Shard(parallel.tp_rank, parallel.sizes.tensor, hf.transformer["num_query_groups"])
+    groups = hf.transformer["num_query_groups"]
+    shards = {
+        False: Shard(parallel.tp_rank, parallel.sizes.tensor, groups),
+        True: Shard(parallel.etp_rank, parallel.sizes.expert_tensor, groups),
+    }
     parameters = dict(model.named_parameters())
+    unfilled = {name for name in parameters if ".lora." not in name}
     with ExitStack() as stack:
         tensors = _open(directory, stack)
         unused = {name for name in tensors if not name.endswith(hf.family.ignored)}
         if hf.tied:
             unused.discard("lm_head.weight")
-        for weight in _per_layer(hf.family.weights, hf.transformer["num_layers"]):
+        for weight, is_here in _numbered(hf.family.weights, hf.transformer, parallel):
+            if not is_here:
+                unused -= set(weight.hf)
+                continue
             name = next((name for name in weight.mcore if name in parameters), None)
-            if name is None:
-                if hf.tied and weight.mcore == ("output_layer.weight",):
-                    continue
-                raise ValueError(f"the model has none of {weight.mcore}: was it built from {directory}?")
+            if name is None:  # a layer is dense or a mixture, and a tied model has no output layer
+                continue
             missing = [tensor for tensor in weight.hf if tensor not in tensors]
             if missing:
                 raise ValueError(f"{directory} lacks the tensors {missing}, which {name} is made of")
             unused -= set(weight.hf)
-            value = weight.layout([Slice(tensors[tensor].get_slice(tensor)) for tensor in weight.hf], shard)
+            sources = [Slice(tensors[tensor].get_slice(tensor)) for tensor in weight.hf]
+            value = weight.layout(sources, shards[weight.is_expert])
             target = parameters[name]
             if value.shape != target.shape:
                 raise ValueError(
@@ -52,8 +63,11 @@ def load_hf_weights(model: torch.nn.Module, directory: str | Path, parallel: Par
                 )
             with torch.no_grad():
                 target.copy_(value)
+            unfilled.discard(name)
     if unused:
         raise ValueError(f"{directory} holds tensors that the model has no place for: {sorted(unused)[:10]}")
+    if unfilled:
+        raise ValueError(f"{directory} says nothing of {sorted(unfilled)[:10]}: was the model built from it?")
 
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
@@ -73,13 +87,16 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
     return {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
 
 
-def _per_layer(weights: tuple[Weight, ...], layers: int) -> list[Weight]:
-    expanded = []
+def _numbered(
+    weights: tuple[Weight, ...], fields: dict[str, Any], parallel: ParallelContext
+) -> Iterator[tuple[Weight, bool]]:
+    """Each weight for every layer and every expert, and whether this rank holds that expert."""
+    experts = fields.get("num_moe_experts", 0)
+    held = range(experts)[parallel.ep_rank * (experts // parallel.sizes.expert) :][: experts // parallel.sizes.expert]
     for weight in weights:
-        if "{i}" not in weight.mcore[0]:
-            expanded.append(weight)
-            continue
-        for i in range(layers):
-            mcore = tuple(name.format(i=i) for name in weight.mcore)
-            expanded.append(Weight(mcore, tuple(name.format(i=i) for name in weight.hf), weight.layout))
-    return expanded
+        layers = range(fields["num_layers"]) if "{i}" in weight.mcore[0] else (0,)
+        for i, e in itertools.product(layers, range(experts) if weight.is_expert else (0,)):
+            is_here = not weight.is_expert or e in held
+            numbers = {"i": i, "e": e, "local": held.index(e) if weight.is_expert and is_here else None}
+            mcore, hf = (tuple(name.format(**numbers) for name in names) for names in (weight.mcore, weight.hf))
+            yield replace(weight, mcore=mcore, hf=hf), is_here

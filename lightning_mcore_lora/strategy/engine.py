@@ -234,8 +234,7 @@ class Engine:
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0, strict: bool = False) -> Tensor:
         """Clip by the global norm; see :func:`lightning_mcore_lora.strategy.gradients.clip_grad_norm`."""
-        assert self.parallel is not None
-        return clip_grad_norm(parameters, max_norm, self.parallel, norm_type, strict)
+        return clip_grad_norm(parameters, max_norm, norm_type, strict)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_mcore_lora.adapters import adapters, raise_unreached
-from lightning_mcore_lora.parallel import ParallelContext
+from lightning_mcore_lora.parallel import ParallelContext, shard_group
 from lightning_mcore_lora.strategy.precision import Masters
 
 
@@ -158,6 +159,7 @@ class GradientReducer:
             self._watches = []
             raise_unreached(self._unreached.values())
         finalize_model_grads([self._ddp])
+        self._sum_experts()
         # Counted over all replicas first, so that one that skipped its microbatches decides as the others do.
         tokens = 0 if self._num_tokens is None else self._num_tokens
         counts = torch.tensor([self._plain_losses, self._token_losses, tokens], device=self._parameters[0].device)
@@ -172,6 +174,18 @@ class GradientReducer:
         self._ddp.scale_gradients(1.0 / (max(num_tokens, 1) if token_losses else self._parallel.sizes.data))
         self.after_backward()
         self._finalized = True
+
+    def _sum_experts(self) -> None:
+        """Sum what adapters of experts have only a part of: one all-reduce for each group."""
+        by_group: dict[ProcessGroup, list[Tensor]] = {}
+        for adapter in self._adapters:
+            for parameter, group in adapter.deferred_sums():
+                by_group.setdefault(group, []).append(parameter.main_grad)  # type: ignore[attr-defined]
+        for group, grads in by_group.items():
+            flat = torch.cat([grad.flatten() for grad in grads])
+            torch.distributed.all_reduce(flat, group=group)
+            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(summed.view_as(grad))
 
     def clear(self) -> None:
         """Empty the buffers, after each optimizer step."""
@@ -235,43 +249,34 @@ class GradientReducer:
                     delattr(parameter, name)
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], parallel: ParallelContext, norm_type: float = 2.0) -> Tensor:
+def global_grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients together, each logical element counted once, equal on every rank.
 
     Sharded parameters are summed over the processes that hold the other shards; replicated ones count once. Experts
-    have their own groups. At most three scalars are all-reduced.
+    have their own groups. One scalar is all-reduced for each group.
 
     Args:
         parameters: Parameters; those without a gradient are passed over.
-        parallel: The layout.
         norm_type: Exponent p > 0; ``inf`` is the largest absolute value.
 
     Returns:
         A scalar.
     """
-    powers: dict[str, list[Tensor]] = {"replicated": [], "tensor": [], "expert": [], "expert_sharded": []}
     largest = math.isinf(norm_type)
+    # Groups are the same on all ranks; a missing gradient must not make the ranks disagree on what to all-reduce.
+    powers: dict[ProcessGroup | None, list[Tensor]] = {}
     device = None
     for parameter in parameters:
         device = parameter.device if device is None else device
-        sharded = getattr(parameter, "tensor_model_parallel", False)
-        if getattr(parameter, "allreduce", True):
-            kind = "tensor" if sharded else "replicated"
-        else:
-            kind = "expert_sharded" if sharded else "expert"
-        # A kind is present on all ranks or on none; a missing gradient must not make the ranks disagree on it.
         grad = parameter.grad
         norm = torch.zeros((), device=device) if grad is None else torch.linalg.vector_norm(grad, norm_type)
-        powers[kind].append(norm if largest else norm**norm_type)
-    groups = {"tensor": parallel.tp_group, "expert": parallel.ep_group, "expert_sharded": parallel.expert_model_group}
+        powers.setdefault(shard_group(parameter), []).append(norm if largest else norm**norm_type)
     op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
     totals = [torch.zeros((), device=device)]
-    for kind, values in powers.items():
-        if not values:
-            continue
+    for group, values in powers.items():
         total = torch.stack(values).max() if largest else torch.stack(values).sum()
-        if kind in groups and groups[kind].size() > 1:
-            torch.distributed.all_reduce(total, op=op, group=groups[kind])
+        if group is not None and group.size() > 1:
+            torch.distributed.all_reduce(total, op=op, group=group)
         totals.append(total)
     return torch.stack(totals).max() if largest else torch.stack(totals).sum() ** (1.0 / norm_type)
 
@@ -279,7 +284,6 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], parallel: ParallelConte
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
-    parallel: ParallelContext,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
@@ -288,7 +292,6 @@ def clip_grad_norm(
     Args:
         parameters: Parameters with gradients.
         max_norm: The bound.
-        parallel: The layout.
         norm_type: See :func:`global_grad_norm`.
         error_if_nonfinite: Whether to raise, on every rank, if the norm is not finite.
 
@@ -299,7 +302,7 @@ def clip_grad_norm(
         RuntimeError: If the norm is not finite and that is an error; gradients are left as they are.
     """
     parameters = list(parameters)
-    norm = global_grad_norm(parameters, parallel, norm_type)
+    norm = global_grad_norm(parameters, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the global gradient norm is {norm.item()}: nothing was clipped (error_if_nonfinite=True)")
     grads = [p.grad for p in parameters if p.grad is not None]

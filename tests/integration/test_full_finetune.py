@@ -122,7 +122,7 @@ class MoEModule(pl.LightningModule):
         return self.model(ids, positions, None, labels=ids.roll(-1, 1)).mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(runs.global_grad_norm(self.parameters(), self.trainer.strategy.parallel).item())
+        self.norms.append(runs.global_grad_norm(self.parameters()).item())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=tiny.ADAM_EPS)

@@ -144,7 +144,7 @@ class Hooks(Module):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=1e-2, gradient_clip_algorithm="norm")
-        self.norm = runs.global_grad_norm(self.parameters(), self.trainer.strategy.parallel).item()
+        self.norm = runs.global_grad_norm(self.parameters()).item()
         self.clip_gradients(optimizer, gradient_clip_val=1e-5, gradient_clip_algorithm="value")
         self._note("clip")
 
@@ -189,7 +189,7 @@ class Manual(Module):
         self.grad = torch.cat([p.grad.flatten() for p in runs.factors_of(self.model).values()]).clone()
         if self.how == "clipped":
             self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
-            self.norm = runs.global_grad_norm(self.parameters(), self.trainer.strategy.parallel).item()
+            self.norm = runs.global_grad_norm(self.parameters()).item()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore_lora.adapters.placement import TABLE, Enter, Middle, Sees, lookup
+from lightning_mcore_lora.adapters.placement import TABLE, Around, Enter, Middle, Sees, lookup
 from tests import site_runs
 from tests.breakages import breakages, errors_when_broken
 from tests.site_runs import BATCH, D_IN, RANK, SEQUENCE, cost, errors
@@ -13,7 +13,16 @@ from tests.workers import WorkerError, WorkerPool
 
 BOUND = 1e-12
 MODES = ("gather", "regather", "local")
-LAYOUTS = [(1, False), (2, False), (2, True), pytest.param(3, False, marks=pytest.mark.full), (3, True)]
+SP, WHOLE, REMOVED = Around.SEQUENCE, Around.WHOLE, Around.REMOVED
+LAYOUTS = [
+    (1, WHOLE),
+    (2, WHOLE),
+    (2, SP),
+    pytest.param(3, WHOLE, marks=pytest.mark.full),
+    (3, SP),
+    (2, REMOVED),
+    pytest.param(3, REMOVED, marks=pytest.mark.full),
+]
 
 
 def worst(ranks: list[dict[str, float]]) -> float:
@@ -23,7 +32,7 @@ def worst(ranks: list[dict[str, float]]) -> float:
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("tp", [2, 3])
 def test_local_takes_any_rank(workers: WorkerPool, kind: str, tp: int) -> None:
-    assert worst(workers(tp, errors, kind, tp, True, "local", 5)) < BOUND
+    assert worst(workers(tp, errors, kind, tp, SP, "local", 5)) < BOUND
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,23 +45,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all with bias": {"rslora": True, "dropout": 0.3, "canonical": True, "dora": True, "bias": True},
     "gather_output": {"gather_output": True, "canonical": True},
 }
-KINDS = ("column", "row", "duplicated")
 
 
-def _all_errors(tp: int, sequence: bool, options: dict[str, Any]) -> dict[str, float]:
-    kinds = KINDS[:1] if "gather_output" in options else KINDS
+def kinds_in(around: Around) -> list[str]:
+    return sorted({row.kind for row in TABLE if row.around is around})
+
+
+def _all_errors(tp: int, around: Around, options: dict[str, Any]) -> dict[str, float]:
+    kinds = ["column"] if "gather_output" in options else kinds_in(around)
     return {
         f"{kind} {mode} {name}": error
         for kind in kinds
         for mode in MODES
-        for name, error in errors(kind, tp, sequence, mode, **options).items()
+        for name, error in errors(kind, tp, around, mode, **options).items()
     }
 
 
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "around"), LAYOUTS)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_exact(workers: WorkerPool, option: str, tp: int, sequence: bool) -> None:
-    for rank in workers(tp, _all_errors, tp, sequence, OPTIONS[option]):
+def test_exact(workers: WorkerPool, option: str, tp: int, around: Around) -> None:
+    for rank in workers(tp, _all_errors, tp, around, OPTIONS[option]):
         assert not {name: error for name, error in rank.items() if not error < BOUND}
 
 
@@ -68,38 +80,38 @@ Z = SEQUENCE * BATCH * RANK * 8
     [("gather", Sees.ALL, 1), ("regather", Sees.SEQUENCE, 3), ("local", Sees.SEQUENCE, 0)],
 )
 def test_column_keeps_and_sends(workers: WorkerPool, tp: int, mode: str, sees: Sees, wide: int) -> None:
-    placement = lookup("column", True, mode)
+    placement = lookup("column", SP, mode)
     assert (placement.sees, placement.wide) == (sees, wide)
-    floor, with_adapter = (workers(tp, cost, "column", tp, True, m)[0] for m in (None, mode))
+    floor, with_adapter = (workers(tp, cost, "column", tp, SP, m)[0] for m in (None, mode))
     assert floor["kept"] == 0
     assert with_adapter["kept"] == (FULL if sees is Sees.ALL else FULL // tp) + Z
     assert floor["wide"] == 2
     assert with_adapter["wide"] - floor["wide"] == wide
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("around", [WHOLE, SP])
 @pytest.mark.parametrize("mode", MODES)
-def test_row_keeps_its_shard_and_sends_nothing_wide(workers: WorkerPool, mode: str, sequence: bool) -> None:
-    floor, with_adapter = (workers(2, cost, "row", 2, sequence, m)[0] for m in (None, mode))
-    assert with_adapter["kept"] - floor["kept"] == FULL // 2 + (Z // 2 if sequence else Z)
+def test_row_keeps_its_shard_and_sends_nothing_wide(workers: WorkerPool, mode: str, around: Around) -> None:
+    floor, with_adapter = (workers(2, cost, "row", 2, around, m)[0] for m in (None, mode))
+    assert with_adapter["kept"] - floor["kept"] == FULL // 2 + (Z // 2 if around is SP else Z)
     assert with_adapter["wide"] == floor["wide"]
 
 
 @pytest.mark.parametrize(("mode", "wide"), [("gather", 1), ("local", 0)])
 def test_column_without_sequence_parallelism(workers: WorkerPool, mode: str, wide: int) -> None:
-    floor, with_adapter = (workers(2, cost, "column", 2, False, m)[0] for m in (None, mode))
+    floor, with_adapter = (workers(2, cost, "column", 2, WHOLE, m)[0] for m in (None, mode))
     assert with_adapter["wide"] - floor["wide"] == wide
 
 
-def _predictions(tp: int, sequence: bool) -> dict[str, tuple[int, ...]]:
+def _predictions(tp: int, around: Around) -> dict[str, tuple[int, ...]]:
     """Counted and predicted, of each kind, mode and option."""
     options = {name: OPTIONS[name] for name in ("plain", "dropout", "A frozen", "canonical", "dora", "all with bias")}
     found = {}
-    for kind in KINDS:
-        floor = cost(kind, tp, sequence, None)
+    for kind in kinds_in(around):
+        floor = cost(kind, tp, around, None)
         for mode in MODES:
             for name, option in options.items():
-                counted = cost(kind, tp, sequence, mode, **option)
+                counted = cost(kind, tp, around, mode, **option)
                 sent = counted["sent"] - floor["sent"]
                 found[f"{kind} {mode} {name}"] = (
                     counted["kept"] - floor["kept"],
@@ -110,9 +122,9 @@ def _predictions(tp: int, sequence: bool) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
-def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, sequence: bool) -> None:
-    for rank in workers(tp, _predictions, tp, sequence):
+@pytest.mark.parametrize(("tp", "around"), LAYOUTS)
+def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, around: Around) -> None:
+    for rank in workers(tp, _predictions, tp, around):
         for name, (kept, predicted_kept, sent, predicted_sent) in rank.items():
             assert (kept, sent) == (predicted_kept, predicted_sent), name
 
@@ -128,12 +140,12 @@ def test_every_collective_of_the_table_can_be_broken() -> None:
         assert {"sum_a", "sum_b"} & kinds == {n for n in ("sum_a", "sum_b") if getattr(row, n)}, row
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("around", Around)
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_every_broken_collective_is_caught(workers: WorkerPool, tp: int, sequence: bool) -> None:
-    ranks = workers(tp, errors_when_broken, tp, sequence)
+def test_every_broken_collective_is_caught(workers: WorkerPool, tp: int, around: Around) -> None:
+    ranks = workers(tp, errors_when_broken, tp, around)
     assert ranks[0].keys() == {
-        (row.kind, row.mode, what) for row in TABLE if row.sequence == sequence for what in breakages(row)
+        (row.kind, row.mode, what) for row in TABLE if row.around is around for what in breakages(row)
     }
     for broken in ranks[0]:
         assert max(rank[broken] for rank in ranks) > 10 * BOUND, broken
@@ -160,18 +172,20 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
             patch.setattr(sites.Site, "group", property(lambda self: parallel_state.get_data_parallel_group()))
         elif mutation == "shard order swapped":
 
-            def part(self: Any, full: torch.Tensor, dim: int | None, parts: int) -> torch.Tensor:
+            def shard(self: Any, full: torch.Tensor, name: str) -> torch.Tensor:
+                dim = self._dim(name)
                 if dim is None:
                     return full
                 size, rank = self.site.group.size(), self.site.group.rank()
-                return torch.cat([p.chunk(size, dim)[size - 1 - rank] for p in full.chunk(parts, dim)], dim)
+                blocks = full.chunk(self._stride(name), dim)
+                return torch.cat([block.chunk(size, dim)[size - 1 - rank] for block in blocks], dim)
 
-            patch.setattr(layer.LoRAAdapter, "_part", part)
+            patch.setattr(layer.LoRAAdapter, "_shard", shard)
         elif mutation == "gate and up not kept apart":
             patch.setattr(sites.Site, "output_parts", property(lambda self: 1))
         elif mutation == "one mask for every rank":
-            patch.setattr(layer.LoRAAdapter, "_draw", lambda self, row: layer.Dropout.draw(0.3, 0))
-            return site_runs.errors(kind, 2, True, mode, dropout=0.3)
+            patch.setattr(layer.LoRAAdapter, "_draw", lambda self, row, device: layer.Dropout.draw(0.3, 0))
+            return site_runs.errors(kind, 2, SP, mode, dropout=0.3)
         elif mutation == "another mask in backward":
             from lightning_mcore_lora.adapters import products
 
@@ -182,9 +196,9 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
                 return right(products.Dropout(self.p, self.seed + in_backward), x)
 
             patch.setattr(products.Dropout, "__call__", other)
-            return site_runs.errors(kind, 2, True, mode, dropout=0.3)
+            return site_runs.errors(kind, 2, SP, mode, dropout=0.3)
         tp = 2
-        return site_runs.errors(kind, tp, True, mode)
+        return site_runs.errors(kind, tp, SP, mode)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +238,12 @@ def _initial(tp: int, mode: str, seed_by_rank: bool = False) -> Any:
             original = layer.initial_a
             rank = torch.distributed.get_rank()
             patch.setattr(
-                layer, "initial_a", lambda site, width, init, seed, parts: original(site, width, init, seed + rank)
+                layer, "initial_a", lambda site, width, init, seed, *rest: original(site, width, init, seed + rank)
             )
         patch.setattr(layer.LoRAAdapter, "load_full", lambda self, a, b, magnitude: None)
         found = {}
         for kind in ("column", "row"):
-            lora = site_runs.build(kind, tp, tp > 1, mode).linear.lora
+            lora = site_runs.build(kind, tp, SP if tp > 1 else WHOLE, mode).linear.lora
             found[kind] = (lora.plan.placement.a.dim(), lora.a.detach().clone(), lora.b.detach().clone())
         return found
 

@@ -21,7 +21,7 @@ from lightning_mcore_lora import (
 )
 from lightning_mcore_lora.adapters import SiteReport, adapters
 from lightning_mcore_lora.adapters.cost import Cost
-from lightning_mcore_lora.adapters.placement import TABLE, Factor, lookup
+from lightning_mcore_lora.adapters.placement import TABLE, Around, Factor, lookup
 from lightning_mcore_lora.adapters.report import TRAINED
 from tests.mcore_runs import model_at
 from tests.workers import WorkerError, WorkerPool
@@ -83,15 +83,15 @@ def test_callback_refuses_contradictions(arguments: dict[str, Any], match: str) 
 
 
 def test_table_has_one_row_for_each_case() -> None:
-    keys = [(row.kind, row.sequence, row.mode) for row in TABLE]
+    keys = [(row.kind, row.around, row.mode) for row in TABLE]
     assert len(set(keys)) == len(keys)
     for row in TABLE:
-        assert lookup(row.kind, row.sequence, row.mode) is row
-        # A replicated factor's gradient is summed where, and only where, its ranks see different tokens.
-        assert not row.sum_a or (row.a is Factor.REPLICATED and row.sequence)
-        assert not row.sum_b or (row.b is Factor.REPLICATED and row.sequence)
+        assert lookup(row.kind, row.around, row.mode) is row
+        # A replicated factor's gradient is summed where, and only where, its ranks have a part of it each.
+        assert not row.sum_a or (row.a is Factor.REPLICATED and row.around is not Around.WHOLE)
+        assert not row.sum_b or (row.b is Factor.REPLICATED and row.around is not Around.WHOLE)
     with pytest.raises(KeyError, match="no placement for kind='diagonal'"):
-        lookup("diagonal", True, "local")
+        lookup("diagonal", Around.SEQUENCE, "local")
 
 
 def test_report_groups_equal_layers() -> None:
@@ -219,17 +219,6 @@ def test_auto_is_local_without_a_warning(workers: WorkerPool) -> None:
     assert report.trainable_parameters == 2 * 4 * ((24 + 72) + (24 + 24) + (24 + 96) + (48 + 24))
 
 
-def _apply_moe(moe: dict[str, Any]) -> LoRAReport:
-    return apply_lora(_model(1, **moe), LoRAConfig(rank=4))
-
-
-def test_experts_are_left_alone_and_said(workers: WorkerPool) -> None:
-    moe = {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 24}
-    report = workers(1, _apply_moe, moe)[0]
-    reasons = {entry.reason for entry in report.sites if not entry.mode}
-    assert reasons == {"expert linears are not supported yet", "shared-expert linears are not supported yet"}
-
-
 def _life() -> None:
     model = _model(1)
     ids = torch.arange(8)[None]
@@ -317,15 +306,18 @@ def test_a_model_without_linears_is_explained() -> None:
         apply_lora(nn.LayerNorm(2), LoRAConfig())
 
 
+AROUND = {"sharded (SP)": Around.SEQUENCE, "whole": Around.WHOLE, "collectives removed": Around.REMOVED}
+
+
 def test_docs_show_the_table() -> None:
     """Each row of the placement table stands in docs/adapters.md; row-parallel ones, equal in every mode, once."""
     table = DOCS.read_text().partition("\n| linear |")[2].partition("\n\n")[0].splitlines()[2:]
     shown = set()
     for line in table:
-        linear, sequence, mode, a, b, _, kept, wide = re.split(r"\s*\|\s*", line)[1:-1]
+        linear, around, mode, a, b, _, kept, wide = re.split(r"\s*\|\s*", line)[1:-1]
         modes = ("gather", "regather", "local") if mode == "any" else (mode.strip("`"),)
         for each in modes:
-            row = lookup(linear.partition(" ")[0], sequence.startswith("sharded"), each)
+            row = lookup(linear.partition(" ")[0], AROUND[around], each)
             assert a == row.a.value + (", gradient summed" if row.sum_a else "")
             assert b == row.b.value + (", gradient summed" if row.sum_b else "")
             assert kept == row.sees.value

@@ -26,7 +26,10 @@ def changed(tiny_llama: Path, folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"model_type": "mamba"}, r"model_type='mamba' .* not supported; supported: \['llama'\]"),
+        (
+            {"model_type": "mamba"},
+            r"model_type='mamba' .* not supported; supported: \['llama', 'qwen2_moe', 'qwen3_moe'\]",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' .* not supported for model_type='llama'; supported: 'silu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type='llama3'"),
