@@ -19,9 +19,10 @@ from lightning_mcore_lora.adapters import (
     lora_plus_groups,
     remove_lora,
 )
-from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor
+from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
 from lightning_mcore_lora.strategy import MCoreTP
+from lightning_mcore_lora.strategy.routing import RouterStats
 
 MCoreTP.register_strategies(StrategyRegistry)
 MCoreTP.register_strategies(STRATEGY_REGISTRY)
@@ -32,6 +33,8 @@ __all__ = [
     "LoRASPCallback",
     "MCoreTP",
     "MemoryMonitor",
+    "RouterMonitor",
+    "RouterStats",
     "apply_lora",
     "build_gpt_model",
     "check_gradients",

@@ -89,6 +89,7 @@ class Case:
         config: Fields of ``TransformerConfig``, of the workers alone.
         aux: Coefficients of the load-balancing loss and of the z loss.
         weighted: Whether tokens are weighted, and losses given as sums.
+        seed: Of the tokens.
     """
 
     model: Model = field(default_factory=Model)
@@ -96,6 +97,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     aux: tuple[float, float] = (0.0, 0.0)
     weighted: bool = False
+    seed: int = 3
 
 
 def values(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -106,9 +108,9 @@ def values(name: str, shape: tuple[int, ...]) -> Tensor:
     return drawn * (shape[-1] ** -0.5 if name.endswith(".a") else 0.15)
 
 
-def tokens() -> Tensor:
+def tokens(seed: int) -> Tensor:
     """Samples of ``SEQUENCE + 1`` tokens, in the order in which a run reads them."""
-    return torch.randint(0, VOCAB, (STEPS * SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    return torch.randint(0, VOCAB, (STEPS * SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
 
 
 def token_weights() -> Tensor:
@@ -207,17 +209,18 @@ class Oracle:
             adapted = _Adapted(held["a"], held["b"], held.get("magnitude"), rows)
             nn.utils.parametrize.register_parametrization(module, attribute, adapted)
 
-    def _auxiliary(self, replicas: int) -> Tensor:
-        """Load-balancing (Switch) and z loss of each replica's tokens, averaged, summed over layers."""
+    def _auxiliary(self, shares: Tensor) -> Tensor:
+        """Load-balancing (Switch) and z loss of each replica's tokens, weighted by its share, summed over layers."""
         balance, z = self.case.aux
         total = torch.zeros((), dtype=torch.float64)
         for scores in self._scores:
             of_samples = scores.unflatten(0, (-1, SEQUENCE))
-            for logits in (of_samples[replica::replicas].flatten(0, 1) for replica in range(replicas)):
-                share = torch.zeros_like(logits).scatter(1, logits.topk(TOP_K).indices, 1).mean(0) / TOP_K
-                total = total + balance * self.case.model.experts * (share * logits.softmax(-1).mean(0)).sum()
-                total = total + z * logits.logsumexp(-1).square().mean()
-        return total / replicas
+            for replica, share in enumerate(shares):
+                logits = of_samples[replica :: len(shares)].flatten(0, 1)
+                load = torch.zeros_like(logits).scatter(1, logits.topk(TOP_K).indices, 1).mean(0) / TOP_K
+                loss = balance * self.case.model.experts * (load * logits.softmax(-1).mean(0)).sum()
+                total = total + share * (loss + z * logits.logsumexp(-1).square().mean())
+        return total
 
     def _gap(self) -> float:
         """How far the last chosen expert is from the first that is not: routing must not hang on rounding."""
@@ -229,7 +232,7 @@ class Oracle:
         result: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "gap": 1.0}
         optimizer = torch.optim.AdamW(self.named.values(), lr=1e-3, eps=tiny.ADAM_EPS)
         weights = token_weights() if self.case.weighted else torch.ones(STEPS * SAMPLES, SEQUENCE)
-        batches = zip(tokens().split(SAMPLES)[:steps], weights.split(SAMPLES), strict=False)
+        batches = zip(tokens(self.case.seed).split(SAMPLES)[:steps], weights.split(SAMPLES), strict=False)
         for samples, mask in batches:
             optimizer.zero_grad()
             total = 0.0
@@ -240,8 +243,9 @@ class Oracle:
                 losses = nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
                 loss = (losses * counted.flatten()).sum() / mask.sum()
                 result["gap"] = min(result["gap"], self._gap())
-                # Each microbatch's auxiliary losses weigh as its tokens do.
-                (loss + self._auxiliary(replicas) * (counted.sum() / mask.sum())).backward()
+                # The auxiliary losses of a replica's microbatch weigh as its tokens do.
+                shares = torch.stack([counted[i::replicas].sum() for i in range(replicas)]) / mask.sum()
+                (loss + self._auxiliary(shares)).backward()
                 self._scores.clear()
                 total += loss.item()
                 result.setdefault("input_gradient", embedded.grad.clone())
@@ -310,7 +314,7 @@ def train(directory: str, layout: tuple[int, int, int], case: Case, steps: int =
             self.gradients.append({name: p.grad.clone() for name, p in trained if p.requires_grad})
 
         def train_dataloader(self) -> Any:
-            dataset = TensorDataset(tokens(), torch.arange(STEPS * SAMPLES))
+            dataset = TensorDataset(tokens(case.seed), torch.arange(STEPS * SAMPLES))
             # Lightning's own sampler would shuffle.
             sampler = DistributedSampler(dataset, shuffle=False, **strategy.distributed_sampler_kwargs)
             return DataLoader(
@@ -325,6 +329,7 @@ def train(directory: str, layout: tuple[int, int, int], case: Case, steps: int =
     trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
     return {
         **places(trained, strategy.parallel),
+        "weighted": case.weighted,
         "norms": module.norms,
         "losses": module.losses,
         "input_gradient": module.inputs[0].grad,
@@ -357,3 +362,26 @@ def whole(ranks: list[dict[str, Any]], parts: list[Tensor], name: str) -> Tensor
         blocks = [shard.chunk(stride, dim) if sharded else (shard,) for shard in shards]
         experts.append(torch.cat([block[i] for i in range(len(blocks[0])) for block in blocks], dim if sharded else 0))
     return torch.cat(experts) if held == "EACH" else experts[0]
+
+
+def losses(ranks: list[dict[str, Any]]) -> list[float]:
+    """Loss of each step over all replicas: means, or sums over the tokens that count."""
+    weights = token_weights().split(SAMPLES)
+    replicas = {rank["ranks"]["dp"]: rank["losses"] for rank in ranks}
+    steps = len(ranks[0]["losses"]) // MICROBATCHES
+    totals = [sum(sum(values[MICROBATCHES * i :][:MICROBATCHES]) for values in replicas.values()) for i in range(steps)]
+    if ranks[0]["weighted"]:
+        return [total / weight.sum().item() for total, weight in zip(totals, weights, strict=False)]
+    return [total / MICROBATCHES / len(replicas) for total in totals]
+
+
+def input_gradient(ranks: list[dict[str, Any]], case: Case) -> Tensor:
+    """The gradient of the first microbatch's embeddings, ``[samples, sequence, hidden]``, in the oracle's order."""
+    tp = len({rank["ranks"]["tp"] for rank in ranks})
+    by_replica: dict[int, dict[int, Tensor]] = {}
+    for rank in ranks:
+        by_replica.setdefault(rank["ranks"]["dp"], {})[rank["ranks"]["tp"]] = rank["input_gradient"]
+    whole_ones = [torch.cat([shards[i] for i in range(tp)]).transpose(0, 1) for _, shards in sorted(by_replica.items())]
+    # Sample i of the microbatch is replica i % replicas' next; each divided what it saw by its own number.
+    scale = 1.0 / (token_weights()[:SAMPLES].sum() if case.weighted else len(whole_ones))
+    return torch.stack(whole_ones, 1).flatten(0, 1) * scale

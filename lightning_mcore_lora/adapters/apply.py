@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from lightning_mcore_lora.adapters.config import LoRAConfig
 from lightning_mcore_lora.adapters.cost import predict
 from lightning_mcore_lora.adapters.eligibility import (
+    WITHOUT_LINEARS,
     check_dropout,
+    check_is_called,
     choose_mode,
     what_is_lost,
     why_not_adapted,
@@ -48,11 +50,13 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
     Raises:
         ValueError: If there is nothing to adapt, a pattern matches nothing, a rank does not fit, or the model has
             adapters already; the model is then left as it was.
+        NotImplementedError: If a target's linear is fused into something larger, with what to set; in the same way.
     """
     if next(adapters(model), None):
         raise ValueError("the model has LoRA adapters already: apply_lora once, or remove_lora(model) first")
     found = list(find_sites(model))
     targets = _targets(config, found)
+    _check_linears(model, config)
     saved = _modules_to_save(config, model, targets)
     base_parameters = logical_parameters(model.parameters())
     entries: list[SiteReport] = []
@@ -62,6 +66,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
         if reason:
             entries.append(SiteReport(site.name, site.kind, reason=reason))
             continue
+        check_is_called(site)
         plan = _plan(site, config)
         adapter = (SequentialAdapter if site.sequential else LoRAAdapter)(site, plan, config)
         built.append(adapter)
@@ -170,6 +175,15 @@ def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
     return targets
 
 
+def _check_linears(model: nn.Module, config: LoRAConfig) -> None:
+    """Raise if a target's weight is there, but no linear."""
+    modules = dict(model.named_modules())
+    for path, name in module_names(model).items():
+        reason = WITHOUT_LINEARS.get(f"{type(modules[path]).__module__}.{type(modules[path]).__qualname__}")
+        if reason and any(_is_target(f"{name}.{linear}", config) for linear in ("linear_fc1", "linear_fc2")):
+            raise NotImplementedError(f"{name}: {reason}; or add '{name.rpartition('.')[2]}.*' to exclude_modules")
+
+
 def _is_target(name: str, config: LoRAConfig) -> bool:
     if first_match(config.target_modules, name) is None or first_match(config.exclude_modules, name) is not None:
         return False
@@ -224,7 +238,10 @@ def _plan(site: Site, config: LoRAConfig) -> Plan:
     if config.dropout:
         check_dropout(site)
     if config.dora and not site.has_weights:
-        raise ValueError(f"dora=True needs a weight at {site.name}, which is tied to the embedding: exclude it")
+        raise ValueError(
+            f"dora=True needs a weight at {site.name}, which has none of its own (it is tied to the embedding, or in "
+            "one with other experts' by moe_single_grouped_weight): exclude it"
+        )
     if config.recompute_inputs and not config.freeze_a:
         reason = why_not_recomputed(site, mode)
         known = find_producer(site) if reason is None else None

@@ -59,6 +59,10 @@ def _mlp_is_recomputed(site: Site) -> bool:
     return is_dense and _recomputes(site, "mlp")
 
 
+def _is_in_mixture(site: Site) -> bool:
+    return not {"experts", "shared_experts", "router"}.isdisjoint(site.name.split("."))
+
+
 def _uses_cuda_graphs(site: Site) -> bool:
     named = ("enable_cuda_graph", "external_cuda_graph")
     return any(_config(site, name) for name in named) or _config(site, "cuda_graph_impl", "none") != "none"
@@ -67,6 +71,30 @@ def _uses_cuda_graphs(site: Site) -> bool:
 def _overlaps_user_buffers(site: Site) -> bool:
     return any(value is True for name, value in vars(site.linear).items() if name.startswith("ub_overlap"))
 
+
+#: Sites whose linears Megatron-Core does not call, so that an adapter beside them would never run; with the way out.
+BYPASSED: tuple[Obstacle, ...] = (
+    Obstacle(
+        lambda site: site.experts and getattr(site.holder, "_with_fused_impl", False),
+        "use_transformer_engine_op_fuser=True fuses experts into one operation: set it to False",
+    ),
+    Obstacle(
+        lambda site: site.parents and type(site.parents[0]).__name__ == "FusedSharedExpertMLP",
+        "use_grouped_gemm_for_shared_expert=True fuses shared experts into one operation: set it to False",
+    ),
+    Obstacle(
+        lambda site: site.experts and type(site.holder).__name__ == "InferenceGroupedMLP",
+        "InferenceGroupedMLP is for inference: build the model with TEGroupedMLP or SequentialMLP",
+    ),
+)
+
+#: Modules that hold linears' weights without linears, by name of the class; with the way out.
+WITHOUT_LINEARS = {
+    "megatron.core.transformer.moe.experts.GroupedMLP": (
+        "the legacy GroupedMLP keeps the weights of all experts in one: set moe_use_legacy_grouped_gemm=False, for "
+        "Transformer Engine's grouped linears, or moe_grouped_gemm=False, for SequentialMLP"
+    ),
+}
 
 #: Sites that get no adapter.
 NOT_ADAPTED: tuple[Obstacle, ...] = (
@@ -83,6 +111,14 @@ _GRAPHS = Obstacle(_uses_cuda_graphs, "CUDA graphs are on")
 _IS_RECOMPUTED: tuple[Obstacle, ...] = (
     Obstacle(_layer_is_recomputed, "recompute_granularity is 'full': the input is not kept anyway"),
     Obstacle(_mlp_is_recomputed, "recompute_modules has 'mlp': the input is not kept anyway"),
+    Obstacle(
+        lambda site: _is_in_mixture(site) and _recomputes(site, "moe"),
+        "recompute_modules has 'moe': the input is not kept anyway",
+    ),
+    Obstacle(
+        lambda site: "shared_experts" in site.name.split(".") and _recomputes(site, "shared_experts"),
+        "recompute_modules has 'shared_experts': the input is not kept anyway",
+    ),
 )
 
 #: Column-parallel sites that keep the gathered input although re-gather was asked for. Conditions that change from one
@@ -122,6 +158,17 @@ LOST: tuple[Obstacle, ...] = (
 
 def _first(rows: Sequence[Obstacle], site: Site) -> str | None:
     return next((row.reason for row in rows if row.holds(site)), None)
+
+
+def check_is_called(site: Site) -> None:
+    """Check that the model calls the site's linears.
+
+    Raises:
+        NotImplementedError: If it does not, with what to set.
+    """
+    reason = _first(BYPASSED, site)
+    if reason:
+        raise NotImplementedError(f"{site.name} cannot have an adapter: {reason}, or leave it out of target_modules")
 
 
 def why_not_adapted(site: Site) -> str | None:

@@ -232,17 +232,15 @@ class LoRAAdapter(nn.Module):
         """
         weights = self.site.weights()
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
-        norms = self._norms(*self._of_each(), self.plan.scale) if self.magnitude is not None else None
         merged = []
-        for i, (weight, a, b) in enumerate(zip(weights, *self._of_each(), strict=True)):
-            whole = weight.to(dtype) + self.plan.scale * b.to(dtype) @ gathered(a, self.plan.placement, self.site).to(
-                dtype
-            )
-            if norms is not None:
-                magnitude = self.magnitude[i] if self.site.experts else self.magnitude  # type: ignore[index]
-                whole = whole * (magnitude / norms[i]).to(dtype)[:, None]  # type: ignore[operator]
-            merged.append(whole.to(weight.dtype))
-        return torch.stack(merged) if self.site.experts else merged[0]
+        for weight, a, b in zip(weights, *self._of_each(), strict=True):
+            whole_a = gathered(a, self.plan.placement, self.site)
+            merged.append(weight.to(dtype) + self.plan.scale * b.to(dtype) @ whole_a.to(dtype))
+        stacked = torch.stack(merged)
+        if self.magnitude is not None:
+            stacked *= (self.magnitude / self._row_norms()).to(dtype).view(len(weights), -1, 1)
+        stacked = stacked.to(weights[0].dtype)
+        return stacked if self.site.experts else stacked[0]
 
     def facts(self) -> str:
         """All that must be the same on every rank, in words."""

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from lightning_mcore_lora.adapters.linears import bias_of
+from lightning_mcore_lora.adapters.placement import Around
 from lightning_mcore_lora.adapters.products import Source
 from lightning_mcore_lora.adapters.sites import Site
 
@@ -64,12 +66,14 @@ class Producer:
         self._handle.remove()
 
 
-_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
+_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm", "router": "pre_mlp_layernorm"}
 
 
 def _unfused_norm(site: Site) -> Known | None:
-    layer = site.parents[1] if len(site.parents) > 1 else None
-    norm = getattr(layer, _NORMS.get(site.leaf, ""), None)
+    if site.around is Around.REMOVED:
+        return None  # its tokens were gathered
+    name = _NORMS.get(site.leaf, "")
+    norm = next((getattr(parent, name) for parent in site.parents if hasattr(parent, name)), None)
     if not isinstance(norm, nn.Module) or isinstance(norm, IdentityOp):
         return None
     if site.leaf == "linear_fc1" and getattr(site.config, "mlp_chunks_for_training", 1) > 1:
@@ -84,7 +88,10 @@ def _unfused_norm(site: Site) -> Known | None:
 def _activation(site: Site) -> Known | None:
     mlp: Any = site.parents[0] if site.parents else None
     # With a bias only its sum with fc1's output is kept.
-    if site.leaf != "linear_fc2" or type(mlp) is not MLP or bias_of(mlp.linear_fc1) is not None:
+    # An expert's activation is weighted by the router's probability too.
+    if site.experts or site.leaf != "linear_fc2" or type(mlp) not in (MLP, SharedExpertMLP):
+        return None
+    if bias_of(mlp.linear_fc1) is not None:
         return None
     config = mlp.config
     fused_gelu = config.bias_activation_fusion and config.activation_func is torch.nn.functional.gelu

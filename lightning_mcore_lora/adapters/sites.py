@@ -101,7 +101,7 @@ class Site:
     @property
     def has_weights(self) -> bool:
         """Whether it has a weight of its own; a tied output layer has none."""
-        return self.type.grouped or getattr(self.linear, "weight", None) is not None
+        return getattr(self.linear, "weight0" if self.type.grouped else "weight", None) is not None
 
     def weights(self) -> list[Tensor]:
         """This rank's part of the weight; of experts each one's."""

@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_mcore_lora.callbacks.logging import is_logged, log
+
 _GIB = 2**30
 
 
@@ -32,15 +34,13 @@ class MemoryMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if trainer.fit_loop.epoch_loop._should_accumulate() or trainer.global_step % every:
+        if not is_logged(trainer):
             return
         device = trainer.strategy.root_device
         values = peak_memory(device)
         worst = torch.tensor(list(values.values()), dtype=torch.float32, device=device)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-        for name, value in zip(values, worst.tolist(), strict=True):
-            pl_module.log(name, value, rank_zero_only=True, batch_size=1)
+        log(pl_module, dict(zip(values, worst.tolist(), strict=True)))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

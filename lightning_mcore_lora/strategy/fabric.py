@@ -110,12 +110,14 @@ class FabricFace(Processes, ParallelStrategy):
         module: nn.Module | None,
         *args: Any,
         num_tokens: Tensor | int | None = None,
+        microbatches: int = 1,
         **kwargs: Any,
     ) -> None:
         reducer = self.engine.reducer
         if reducer is None:
             raise RuntimeError("backward before fabric.setup(model, optimizer) set a trainable model up")
-        tensor = reducer.before_backward(tensor, num_tokens, loss_scale=loss_scale(self.precision))
+        accumulate = microbatches if num_tokens is None else 1  # a sum is not divided
+        tensor = reducer.before_backward(tensor, num_tokens, accumulate, loss_scale(self.precision))
         ParallelStrategy.backward(self, tensor, module, *args, **kwargs)
         reducer.after_backward()
 

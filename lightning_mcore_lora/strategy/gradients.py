@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -66,10 +67,14 @@ class GradientReducer:
         self._ids = {id(p) for p in self._trained}
         self._held = self._trained  # what zero_grad() of the optimizer reaches
         config = copy.copy(find_config(module))
-        self._aux_loss_per_token = config.calculate_per_token_loss
         config.calculate_per_token_loss = True  # DDP then sums and never divides
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, grad_reduce_in_fp32=True)
         self._ddp = DistributedDataParallel(config, ddp_config, module)
+        # Routers would scale their auxiliary losses by token counts of their own, which miss the mask (and, in
+        # Megatron-Core 0.16, the tensor-parallel peers' tokens): here they scale by what the loss is given with.
+        self._routers = [(m, m.calculate_per_token_loss) for m in module.modules() if isinstance(m, TopKRouter)]
+        for router, _ in self._routers:
+            router.calculate_per_token_loss = False
         self._adapters = [adapter for _, adapter in adapters(module)]
         for adapter in self._adapters:
             adapter.defer_sums(True)
@@ -123,8 +128,7 @@ class GradientReducer:
             tokens = torch.as_tensor(num_tokens, dtype=torch.int64, device=loss.device).detach().reshape(())
             self._token_losses += 1
             self._num_tokens = tokens if self._num_tokens is None else self._num_tokens + tokens
-            # With calculate_per_token_loss the router counts its tokens itself.
-            aux_scale = loss_scale * (loss.new_tensor(1.0) if self._aux_loss_per_token else tokens.to(loss.dtype))
+            aux_scale = loss_scale * tokens.to(loss.dtype)
             loss = loss * accumulate
         MoEAuxLossAutoScaler.set_loss_scale(aux_scale)
         return loss
@@ -242,6 +246,8 @@ class GradientReducer:
             watch.remove()
         for adapter in self._adapters:
             adapter.defer_sums(False)
+        for router, per_token in self._routers:
+            router.calculate_per_token_loss = per_token
         for parameter, trained in zip(self._parameters, self._trained, strict=True):
             trained.grad = None
             for name in ("main_grad", "grad_added_to_main_grad"):
