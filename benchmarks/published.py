@@ -78,3 +78,48 @@ def remove_published(model: nn.Module) -> None:
 
 def _add(linear: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     return result[0] + linear.peer(args[0]), result[1]
+
+
+class PublishedExpertAdapter(nn.Module):
+    """The published scheme beside one linear of an expert, at expert-tensor-parallel sizes above one.
+
+    Every factor is sharded. Of ``linear_fc1`` z is gathered on rank, and its gradient reduce-scattered; of
+    ``linear_fc2`` z is all-reduced, and so is its gradient, and this rank's rows of the output are set into zeros,
+    which the dispatcher sums. Four collectives that block, for each expert and microbatch.
+
+    Args:
+        linear: The base linear.
+        rank: Width of the factors.
+        scale: Factor s.
+    """
+
+    def __init__(self, linear: Any, rank: int, scale: float) -> None:
+        super().__init__()
+        self.group, self.scale, self.is_column = linear.tp_group, scale, isinstance(linear, ColumnParallelLinear)
+        size = self.group.size()
+        a = (rank // size, linear.input_size) if self.is_column else (rank, linear.input_size // size)
+        self.a, self.b = (
+            nn.Parameter(torch.randn(shape) * shape[1] ** -0.5) for shape in (a, (linear.output_size // size, rank))
+        )
+        for factor in (self.a, self.b):
+            factor.tensor_model_parallel, factor.allreduce = True, True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The adapter's output in the base's parallel state: of ``linear_fc2`` a part that is still to be summed."""
+        z = nn.functional.linear(x, self.a)
+        if self.is_column:
+            z = mappings.all_gather_last_dim_from_tensor_parallel_region(z, group=self.group)
+            return nn.functional.linear(z, self.b) * self.scale
+        z = tensor_parallel.reduce_from_tensor_model_parallel_region(z, group=self.group)
+        z = tensor_parallel.copy_to_tensor_model_parallel_region(z, group=self.group)
+        rows = nn.functional.linear(z, self.b) * self.scale
+        width, rank, size = rows.shape[-1], self.group.rank(), self.group.size()
+        return nn.functional.pad(rows, (width * rank, width * (size - 1 - rank)))
+
+
+def apply_published_experts(experts: nn.Module, rank: int, scale: float) -> None:
+    """Put a peer beside each linear of frozen experts."""
+    for linear in list(experts.modules()):
+        if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            linear.peer = PublishedExpertAdapter(linear, rank, scale)
+            linear.register_forward_hook(_add)

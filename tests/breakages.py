@@ -81,7 +81,7 @@ def broken(row: Placement, what: str) -> Iterator[None]:
         elif part in ("sum_a", "sum_b"):
             patch.setattr(apply, "lookup", lambda *key: dataclasses.replace(row, **{part: False}))
         elif part == "dora":
-            patch.setattr(dora.RowNorms, "__init__", _norms_of_this_rank_only(dora.RowNorms.__init__))
+            patch.setattr(dora.RowNorms, "__init__", norms_of_this_rank_only(dora.RowNorms.__init__))
         elif row.enter is Enter.COPY:
             patch.setattr(layer.tensor_parallel, "copy_to_tensor_model_parallel_region", lambda x, group: x)
         elif row.enter is Enter.REGATHER:
@@ -91,7 +91,9 @@ def broken(row: Placement, what: str) -> Iterator[None]:
         yield
 
 
-def _norms_of_this_rank_only(original: Callable) -> Callable:
+def norms_of_this_rank_only(original: Callable) -> Callable:
+    """DoRA's norms without their all-reduce."""
+
     def build(self: Any, site: Any, placement: Placement) -> None:
         original(self, site, dataclasses.replace(placement, a=placement.b))
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightning_mcore_lora.adapters.placement import Around, Middle, Placement
+from lightning_mcore_lora.strategy import gradients
 from tests import moe
 from tests.moe import Case, Model
 from tests.oracle import relative_error
@@ -53,8 +55,8 @@ def check(
     assert run["gap"] > 1e-4, "no token hangs between two experts"
     ranks = workers(world, moe.train, str(directory(case.model)), layout, case)
     assert set(ranks[0]["weights"]) == set(run["weights"])
-    for step, gradients in enumerate(run["gradients"]):
-        for name, gradient in gradients.items():
+    for step, of_step in enumerate(run["gradients"]):
+        for name, gradient in of_step.items():
             value = moe.whole(ranks, [rank["gradients"][step][name] for rank in ranks], name)
             assert relative_error(value, gradient) < GRADIENT_BOUND, (name, step)
     for name, weight in run["weights"].items():
@@ -128,3 +130,47 @@ def test_variants_equal_the_oracle(
     case = VARIANTS[name]
     if case.model.experts % layout[1] == 0:
         check(workers, oracle, directory, WORLD[layout], layout, case)
+
+
+# -- the tests can fail: the field's mistakes are far outside the bounds ----------------------------------------------
+
+
+def _mutated(mutation: str, directory: str, layout: tuple[int, int, int], case: Case) -> Any:
+    from lightning_mcore_lora.adapters import apply, layer
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mutation == "z summed where outputs are":
+            right = apply.lookup
+
+            def summed(kind: str, around: Around, mode: str) -> Placement:
+                row = right(kind, around, mode)
+                is_wrong = kind == "row" and around is Around.REMOVED
+                return dataclasses.replace(row, middle=Middle.REDUCE) if is_wrong else row
+
+            patch.setattr(apply, "lookup", summed)
+        elif mutation == "reduced over the dense group":
+            patch.setattr(layer, "experts_are_apart", lambda: False)
+        elif mutation == "auxiliary losses scaled by the router":
+            patch.setattr(gradients, "TopKRouter", type(None))
+        return moe.train(directory, layout, case, 1)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "name"),
+    [
+        ("z summed where outputs are", (2, 1, 2), "overlap"),
+        ("reduced over the dense group", (2, 1, 1), "allgather"),
+        ("auxiliary losses scaled by the router", (2, 1, 2), "auxiliary losses, weighted, per token"),
+    ],
+    ids=str,
+)
+def test_mistake_is_caught(
+    workers: WorkerPool, oracle: Any, directory: Any, mutation: str, layout: tuple[int, int, int], name: str
+) -> None:
+    case = VARIANTS[name]
+    ranks = workers(2, _mutated, mutation, str(directory(case.model)), layout, case)
+    worst = 0.0
+    for key, gradient in oracle(case)["gradients"][0].items():
+        value = moe.whole(ranks, [rank["gradients"][0][key] for rank in ranks], key, strict=False)
+        worst = max(worst, relative_error(value, gradient))
+    assert worst > 10 * GRADIENT_BOUND
