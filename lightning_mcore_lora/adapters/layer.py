@@ -269,7 +269,10 @@ class LoRAAdapter(nn.Module):
         Returns:
             What the base returns, with the adapter's output added.
         """
-        sizes = list(args[0] if args else kwargs["m_splits"]) if self.site.type.grouped else None
+        sizes = None
+        if self.site.type.grouped:
+            sizes = args[0] if args else kwargs["m_splits"]
+            sizes = sizes.tolist() if isinstance(sizes, Tensor) else sizes
         return self._run(self.site.linear, base, x, args, kwargs, self._factors(), sizes)
 
     def _run(

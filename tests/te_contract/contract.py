@@ -18,6 +18,7 @@ RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 MODES = ("gather", "regather", "local")
+EXPERTS = 4
 
 
 def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
@@ -184,19 +185,90 @@ def kept(parallel: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-def mixture(parallel: Any) -> dict[str, Any]:
-    """A mixture of experts: what becomes of each of its linears."""
+def mixture(parallel: Any, lora: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """A mixture of grouped experts and shared ones with adapters: what stands in it, and one step."""
     from lightning_mcore_lora import LoRAConfig, apply_lora
     from lightning_mcore_lora.adapters import adapters
 
-    model = standin.build(4, moe_shared_expert_intermediate_size=48)
+    model = standin.build(EXPERTS, moe_shared_expert_intermediate_size=48, **config)
+    fill(model, parallel)
     keys = set(model.state_dict())
-    report = apply_lora(model, LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=(*TARGETS, "router")))
-    return {
-        "sites": {site.site: (site.kind, site.mode, site.reason) for site in report.sites},
-        "missing": keys - set(model.state_dict()),
-        "factors": {a.site.name: (a.site.d_in, a.site.d_out) for _, a in adapters(model)},
+    settings = LoRAConfig(rank=RANK, alpha=ALPHA, target_modules=(*TARGETS, "router"), **lora)
+    report = apply_lora(model, settings)
+    for _, adapter in adapters(model):
+        a, b = expert_factors(adapter.site)
+        adapter.load_full(*(values if name in adapter.plan.each else values[0] for name, values in zip("ab", (a, b))))
+    with standin.cpu_kernels():
+        loss = loss_of(model)
+        loss.backward()
+    gradients = {
+        (a.site.name, n): (getattr(p, "tensor_model_parallel", False), p.partition_dim, p.partition_stride, p.grad)
+        for _, a in adapters(model)
+        for n, p in a.named_parameters()
     }
+    return {
+        "classes": {a.site.name: type(a.site.linear).__name__ for _, a in adapters(model)},
+        "sites": {site.site: (site.placement, site.reason) for site in report.sites},
+        "missing": keys - set(model.state_dict()),
+        "added": set(model.state_dict()) - keys,
+        "loss": loss.item(),
+        "gradients": gradients,
+        "merged": {a.site.name: a.merged_weight().shape for _, a in adapters(model) if a.site.experts},
+    }
+
+
+def expert_factors(site: Any) -> tuple[Tensor, Tensor]:
+    """Whole random factors of a site, of as many experts as it has, or of one linear."""
+    generator = torch.Generator().manual_seed(sum(site.name.encode()))
+    count = max(site.experts, 1)
+    a = torch.randn(count, RANK, site.d_in, generator=generator) * site.d_in**-0.5
+    return a, torch.randn(count, site.d_out, RANK, generator=generator) * 0.3
+
+
+def folded_mixture(parallel: Any, shared: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The oracle: one process, weights W + s B A of each expert; ``shared`` names the factors that all have."""
+    from lightning_mcore_lora.adapters.sites import find_sites
+
+    model = standin.build(EXPERTS, moe_shared_expert_intermediate_size=48, **config)
+    fill(model, parallel)
+    sites = [site for site in find_sites(model) if site.leaf in (*TARGETS, "router")]
+    held = {}
+    for site in sites:
+        a, b = expert_factors(site)
+        if site.experts:
+            a, b = (v[:1].expand_as(v) if n in shared else v for n, v in zip("ab", (a, b)))
+        held[site.name] = a, b
+        for weight, delta in zip(site.weights(), SCALE * b @ a, strict=True):
+            weight.data.add_(delta)
+            weight.requires_grad_(not site.experts)  # the stand-in knows no gradients of grouped weights
+    inputs: dict[str, Any] = {}
+    handles = [site.linear.register_forward_hook(_record(site.name, inputs)) for site in sites if site.experts]
+    with standin.cpu_kernels():
+        loss = loss_of(model)
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    gradients = {}
+    for site in sites:
+        a, b = held[site.name]
+        if site.experts:
+            x, sizes, output = inputs[site.name]
+            pairs = zip(x.split(sizes), output.grad.split(sizes), strict=True)
+            weights = torch.stack([grad.T @ tokens for tokens, grad in pairs])
+        else:
+            weights = torch.stack([weight.grad for weight in site.weights()])
+        for name, gradient in (("a", SCALE * b.mT @ weights), ("b", SCALE * weights @ a.mT)):
+            one = not site.experts or name in shared
+            gradients[site.name, name] = gradient.sum(0) if one else gradient
+    return {"loss": loss.item(), "gradients": gradients}
+
+
+def _record(name: str, inputs: dict[str, Any]) -> Callable:
+    def hook(module: Any, args: tuple, result: tuple) -> None:
+        result[0].retain_grad()
+        inputs[name] = args[0].detach(), list(args[1]), result[0]
+
+    return hook
 
 
 def user_buffers(parallel: Any) -> dict[str, list[tuple[str | None, str | None]]]:

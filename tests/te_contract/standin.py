@@ -101,6 +101,30 @@ def generic_gemm(
     return result + bias, None, None, None
 
 
+def te_general_grouped_gemm(
+    a: list[Tensor],
+    transpose_a: bool,
+    b: list[Tensor],
+    transpose_b: bool,
+    out: list[Tensor],
+    out_dtype: Any,
+    m_splits: list[int],
+    bias: list[Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    gelu_input: list[Tensor],
+    grad: bool,
+    *workspace_and_accumulation: Any,
+) -> list[Tensor]:
+    """Products of each expert's tokens with its weight, written one below the other."""
+    if transpose_b or not single_output:
+        raise NotImplementedError("the CPU grouped GEMM knows no gradients of weights")
+    for part, tokens, weight, offset in zip(out[0].split(m_splits), b, a, bias, strict=True):
+        product = tokens @ (weight.mT if transpose_a else weight)
+        part.copy_(product + offset if offset.numel() and not grad else product)
+    return bias
+
+
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero_centered: bool
 ) -> tuple[Tensor, None, Tensor]:
@@ -154,7 +178,7 @@ def _refuse(*unsupported: Any) -> None:
         raise NotImplementedError("the CPU norms write no given output and know no FP8")
 
 
-_KERNELS = (generic_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd)
+_KERNELS = (generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd)
 
 
 def install() -> None:
@@ -219,7 +243,9 @@ def cpu_kernels() -> Iterator[None]:
         for owner, name, value in (
             (TransformerEngineBaseModule, "prepare_forward", prepare_forward),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (cpp_extensions.gemm, "get_cublas_workspace", lambda *args: torch.empty(1)),
+            (cpp_extensions.gemm, "get_cublas_workspace", lambda *args: torch.empty(1, 1)),
+            (cpp_extensions.gemm, "get_sm_count", lambda: 1),
+            (cpp_extensions.gemm, "_empty_tensor", lambda: torch.empty(0)),
             (utils, "_empty_tensor", lambda: torch.empty(0)),  # what freed tensors are left with
             (DotProductAttention, "forward", _attention),
         ):

@@ -78,17 +78,47 @@ def _owner(leaf: str) -> str:
     return "mlp" if "fc" in leaf else "self_attention"
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_mixture_of_experts(tp: int) -> None:
-    first = contract.on_ranks(tp, contract.mixture)[0]
-    assert not first["missing"]
-    reasons = {name: reason for name, (_, _, reason) in first["sites"].items()}
-    for layer in ("decoder.layers.0", "decoder.layers.1"):
-        assert first["sites"][f"{layer}.mlp.router"][:2] == ("duplicated", "local")
-        for linear in ("linear_fc1", "linear_fc2"):
-            assert reasons[f"{layer}.mlp.experts.{linear}"] == "expert linears are not supported yet"
-            assert reasons[f"{layer}.mlp.shared_experts.{linear}"] == "shared-expert linears are not supported yet"
-        assert first["factors"][f"{layer}.self_attention.linear_qkv"] == (24, 72)
+SHARED = {"per_expert": "", "shared": "ab"}
+EXPERT_CLASSES = {
+    "experts.linear_fc1": ("TEColumnParallelGroupedLinear", "column, collectives removed"),
+    "experts.linear_fc2": ("TERowParallelGroupedLinear", "row, collectives removed"),
+    "shared_experts.linear_fc1": ("TEColumnParallelLinear", "column"),
+    "shared_experts.linear_fc2": ("TERowParallelLinear", "row"),
+    "router": ("TopKRouter", "duplicated"),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture_oracle() -> Any:
+    """One process with folded weights, by what experts share."""
+    return {shared: contract.on_ranks(1, contract.folded_mixture, shared, {})[0] for shared in ("", "ab")}
+
+
+@pytest.mark.parametrize(
+    ("tp", "layout", "overlap"),
+    [(1, "per_expert", False), (2, "per_expert", False), (2, "per_expert", True), (2, "shared", False)],
+)
+def test_mixture_of_experts(mixture_oracle: Any, tp: int, layout: str, overlap: bool) -> None:
+    config = {"moe_shared_expert_overlap": overlap}
+    ranks = contract.on_ranks(tp, contract.mixture, {"expert_adapters": layout}, config)
+    first, expected = ranks[0], mixture_oracle[SHARED[layout]]
+    assert not first["missing"], "the base keeps its state-dict keys"
+    for layer in ("decoder.layers.0.mlp.", "decoder.layers.1.mlp."):
+        for name, (cls, placement) in EXPERT_CLASSES.items():
+            assert first["classes"][layer + name] == cls
+            found, reason = first["sites"][layer + name]
+            around = ", SP" if tp > 1 and "removed" not in placement else ""
+            if overlap and name.startswith("shared"):
+                around = ", collectives removed"
+            assert found.startswith(placement + around + ":")
+            assert reason is None
+            assert {f"{layer}{name}.lora.{factor}" for factor in "ab"} <= first["added"]
+        rows = 2 * 48 // tp
+        assert first["merged"][f"{layer}experts.linear_fc1"] == (contract.EXPERTS, rows, 24)
+    assert first["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for key, gradient in expected["gradients"].items():
+        error = (_whole(ranks, key) - gradient).abs().max() / gradient.abs().max()
+        assert error < 5 * BOUND, (key, error)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
