@@ -1,6 +1,7 @@
 """Plain Megatron-Core runs in workers: no Lightning, no adapters."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 from lightning_mcore_lora.strategy import seeding
 from lightning_mcore_lora.strategy.gradients import GradientReducer, global_grad_norm
 from lightning_mcore_lora.strategy.precision import Masters
+from tests import moe
 
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 
@@ -84,8 +86,10 @@ def forward_backward(
     }
 
 
-def fill_by_name(model: torch.nn.Module, parallel: ParallelContext) -> None:
-    """Weights that depend on a parameter's place in the whole model only, not on the layout."""
+def fill_by_name(
+    model: torch.nn.Module, parallel: ParallelContext, delta: Callable[[str], torch.Tensor | None] = lambda name: None
+) -> None:
+    """Weights that depend on a parameter's place in the whole model only, not on the layout; ``delta`` is added."""
     from megatron.core import parallel_state
 
     for name, parameter in model.named_parameters():
@@ -97,8 +101,11 @@ def fill_by_name(model: torch.nn.Module, parallel: ParallelContext) -> None:
         shape = list(parameter.shape)
         dim = parameter.partition_dim if sharded else 0
         shape[dim] *= size if sharded else 1
-        generator = torch.Generator().manual_seed(zlib.crc32(_global_name(name, model.config, parallel).encode()))
+        whole_name = _global_name(name, model.config, parallel)
+        generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
         full = torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)
+        added = delta(whole_name)
+        full = full if added is None else full + added
         blocks = full.chunk(2, 0) if "linear_fc1" in name else [full]
         with torch.no_grad():
             parameter.copy_(torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim) if sharded else full)
@@ -116,11 +123,18 @@ def _global_name(name: str, config: Any, parallel: ParallelContext) -> str:
 
 
 def reduced_step(
-    tp: int, ep: int, etp: int, microbatches: int = 1, by_tokens: bool = False, **config: Any
+    tp: int,
+    ep: int,
+    etp: int,
+    microbatches: int = 1,
+    by_tokens: bool = False,
+    prepare: Callable[[Any, ParallelContext], None] = fill_by_name,
+    **config: Any,
 ) -> dict[str, Any]:
     """One step through Megatron-Core's DDP: the loss, and each whole gradient by its name in the whole model.
 
     With several microbatches the same batch is taken again; ``by_tokens`` returns summed losses with their tokens.
+    ``prepare`` gives the model its weights, and adapters.
     """
     from megatron.core import parallel_state
 
@@ -131,7 +145,7 @@ def reduced_step(
     parallel = ParallelContext.create(ParallelSizes(world, tp, tp > 1, ep, etp))
     seeding.seed_for_init()
     model = moe_or_dense_model(parallel, **config)
-    fill_by_name(model, parallel)
+    prepare(model, parallel)
     reducer = GradientReducer(model, parallel, Masters())
     seeding.seed_for_init()
     ids = torch.randint(0, VOCAB, (4, SEQUENCE), generator=torch.Generator().manual_seed(5))
@@ -155,7 +169,9 @@ def reduced_step(
         gradients[_global_name(name, model.config, parallel)] = (rank, dim, parameter.grad.clone())
     norm = global_grad_norm([p for p in model.parameters() if p.requires_grad]).item()
     reducer.close()  # its hooks would hold the model, and the model its groups
-    return {"loss": loss.item(), "gradients": gradients, "norm": norm}
+    adapted = {name: p for name, p in model.named_parameters() if ".lora." in name}
+    places = moe.places(adapted, parallel)
+    return {"loss": loss.item(), "gradients": gradients, "norm": norm, **places}
 
 
 def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

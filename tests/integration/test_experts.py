@@ -1,15 +1,18 @@
 """Adapters of experts, trained through the Trainer, equal the oracle's at every layout."""
 
 import dataclasses
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_mcore_lora.adapters.placement import Around, Middle, Placement
 from lightning_mcore_lora.strategy import gradients
 from tests import moe
+from tests.mcore_runs import fill_by_name, reduced_step, whole_gradients
 from tests.moe import Case, Model
 from tests.oracle import relative_error
 from tests.workers import WorkerPool
@@ -174,3 +177,66 @@ def test_mistake_is_caught(
         value = moe.whole(ranks, [rank["gradients"][0][key] for rank in ranks], key, strict=False)
         worst = max(worst, relative_error(value, gradient))
     assert worst > 10 * GRADIENT_BOUND
+
+
+# -- whatever the router does ---------------------------------------------------------------------------------------
+
+ROUTING = {
+    "top 1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "dropping": {"moe_expert_capacity_factor": 0.6},
+    "padded to capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "experts without tokens": {"num_moe_experts": 16},
+}
+
+
+def _delta(name: str, experts: int) -> torch.Tensor | None:
+    """``s B A`` of one expert's linear, by the name of its weight."""
+    found = re.fullmatch(r"(.*)\.local_experts\.(\d+)\.(linear_fc.)\.weight", name)
+    if found is None:
+        return None
+    a, b = _factors(f"{found[1]}.{found[3]}", experts)
+    return moe.ALPHA / moe.RANK * b[int(found[2])] @ a[int(found[2])]
+
+
+def _factors(site: str, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    d_in, d_out = (24, 96) if site.endswith("fc1") else (48, 24)  # of mcore_runs' model
+    shapes = {"a": (experts, moe.RANK, d_in), "b": (experts, d_out, moe.RANK)}
+    a, b = (moe.values(f"{site}.lora.{name}", shape) for name, shape in shapes.items())
+    return a, b
+
+
+def _fold(model: Any, parallel: Any) -> None:
+    fill_by_name(model, parallel, lambda name: _delta(name, model.config.num_moe_experts))
+
+
+def _adapt(model: Any, parallel: Any) -> None:
+    from lightning_mcore_lora import LoRAConfig, apply_lora
+    from lightning_mcore_lora.adapters import adapters
+
+    fill_by_name(model, parallel)
+    targets = ("experts.linear_fc1", "experts.linear_fc2")
+    apply_lora(model, LoRAConfig(rank=moe.RANK, alpha=moe.ALPHA, target_modules=targets))
+    for _, adapter in adapters(model):
+        adapter.load_full(*moe.whole_factors(adapter))
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 1, 2), marks=full)], ids=str)
+@pytest.mark.parametrize("routing", ROUTING)
+def test_any_routing(workers: WorkerPool, routing: str, layout: tuple[int, int, int]) -> None:
+    """As Megatron-Core with the same weights folded, at the same layout: what is dropped depends on it."""
+    config = {"num_moe_experts": 4, "moe_router_topk": 2} | ROUTING[routing]
+    folded = workers(2, reduced_step, *layout, prepare=_fold, **config)
+    ranks = workers(2, reduced_step, *layout, prepare=_adapt, **config)
+    assert ranks[0]["loss"] == pytest.approx(folded[0]["loss"], rel=BOUND)
+    weights, scale = whole_gradients(folded), moe.ALPHA / moe.RANK
+    for site in {name.rpartition(".lora")[0] for name in ranks[0]["marks"]}:
+        a, b = _factors(site, config["num_moe_experts"])
+        head, _, leaf = site.rpartition(".")
+        numbers = range(config["num_moe_experts"])
+        gradient = torch.stack([weights[f"{head}.local_experts.{i}.{leaf}.weight"] for i in numbers])
+        for name, expected in (("a", scale * b.mT @ gradient), ("b", scale * gradient @ a.mT)):
+            key = f"{site}.lora.{name}"
+            value = moe.whole(ranks, [rank["gradients"][key][2] for rank in ranks], key)
+            assert relative_error(value, expected.double()) < GRADIENT_BOUND, key
+            if routing == "experts without tokens":
+                assert (value.flatten(1).abs().max(1).values == 0).any(), "some expert's gradient is zero, and there"
