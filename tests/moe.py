@@ -338,6 +338,29 @@ def train(directory: str, layout: tuple[int, int, int], case: Case, steps: int =
     }
 
 
+def resume(
+    directory: str, layout: tuple[int, int, int], lora: dict[str, Any], out: str | None, ckpt: str | None
+) -> Any:
+    """Four steps, saved after two if ``out`` says where; every trained value, and what the monitor logged last."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lightning_mcore_lora import LoRASPCallback, MCoreTP, RouterMonitor
+    from tests.runs import FullModule, trainer
+
+    tp, ep, etp = layout
+    strategy = MCoreTP(tensor_parallel_size=tp, expert_parallel_size=ep, expert_tensor_parallel_size=etp)
+    callbacks: list[Any] = [LoRASPCallback(rank=RANK, verbose=False, **lora), RouterMonitor()]
+    if out is not None:
+        callbacks.append(ModelCheckpoint(out, filename="{step}", every_n_train_steps=2, save_top_k=-1))
+    module = FullModule(directory)
+    options = {"max_steps": 4, "enable_checkpointing": out is not None, "log_every_n_steps": 1}
+    runner = trainer(strategy, None, callbacks=tuple(callbacks), **options)
+    runner.fit(module, ckpt_path=ckpt)
+    saved = strategy.engine.saved(module.model)
+    logged = {name: value.item() for name, value in runner.callback_metrics.items() if name.startswith("router/")}
+    return {name: p.detach().clone() for name, p in saved.items()}, logged
+
+
 def places(trained: dict[str, Any], parallel: Any) -> dict[str, Any]:
     """This rank, and where its part of each parameter lies in the whole."""
     marks = {}

@@ -43,9 +43,6 @@ def load_hf_weights(model: torch.nn.Module, directory: str | Path, parallel: Par
         if hf.tied:
             unused.discard("lm_head.weight")
         for weight, is_here in _numbered(hf.family.weights, hf.transformer, parallel):
-            if not is_here:
-                unused -= set(weight.hf)
-                continue
             name = next((name for name in weight.mcore if name in parameters), None)
             if name is None:  # a layer is dense or a mixture, and a tied model has no output layer
                 continue
@@ -53,6 +50,8 @@ def load_hf_weights(model: torch.nn.Module, directory: str | Path, parallel: Par
             if missing:
                 raise ValueError(f"{directory} lacks the tensors {missing}, which {name} is made of")
             unused -= set(weight.hf)
+            if not is_here:
+                continue
             sources = [Slice(tensors[tensor].get_slice(tensor)) for tensor in weight.hf]
             value = weight.layout(sources, shards[weight.is_expert])
             target = parameters[name]
@@ -90,13 +89,15 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
 def _numbered(
     weights: tuple[Weight, ...], fields: dict[str, Any], parallel: ParallelContext
 ) -> Iterator[tuple[Weight, bool]]:
-    """Each weight for every layer and every expert, and whether this rank holds that expert."""
+    """Each weight for every layer and every expert, and whether this rank holds that expert.
+
+    Every rank sees all experts, so that one that is missing fails on all of them.
+    """
     experts = fields.get("num_moe_experts", 0)
-    held = range(experts)[parallel.ep_rank * (experts // parallel.sizes.expert) :][: experts // parallel.sizes.expert]
+    local = experts // parallel.sizes.expert
     for weight in weights:
         layers = range(fields["num_layers"]) if "{i}" in weight.mcore[0] else (0,)
         for i, e in itertools.product(layers, range(experts) if weight.is_expert else (0,)):
-            is_here = not weight.is_expert or e in held
-            numbers = {"i": i, "e": e, "local": held.index(e) if weight.is_expert and is_here else None}
+            numbers = {"i": i, "e": e, "local": e % local if weight.is_expert else None}
             mcore, hf = (tuple(name.format(**numbers) for name in names) for names in (weight.mcore, weight.hf))
-            yield replace(weight, mcore=mcore, hf=hf), is_here
+            yield replace(weight, mcore=mcore, hf=hf), not weight.is_expert or e // local == parallel.ep_rank

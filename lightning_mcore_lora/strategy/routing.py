@@ -27,11 +27,10 @@ class RouterStats:
             router.register_forward_hook(functools.partial(self._count, i)) for i, router in enumerate(self._routers)
         ]
 
-    @torch.no_grad()
     def _count(self, index: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> None:
         if not (router.training and torch.is_grad_enabled()):  # an evaluation, or to be recomputed
             return
-        load = output[1].sum(0)
+        load = output[1].detach().sum(0)
         self._loads[index] = self._loads[index].to(load.device) + load
         self._forwards += index == 0
 

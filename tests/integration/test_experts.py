@@ -13,8 +13,9 @@ from lightning_mcore_lora.adapters.placement import Around, Middle, Placement
 from lightning_mcore_lora.strategy import gradients
 from tests import moe
 from tests.mcore_runs import fill_by_name, reduced_step, whole_gradients
-from tests.moe import Case, Model
+from tests.moe import TARGETS, Case, Model
 from tests.oracle import relative_error
+from tests.unit.test_expert_adapters import model_at
 from tests.workers import WorkerPool
 
 #: What float32 reaches here is 1e-5; DESIGN allows 5e-4.
@@ -133,6 +134,75 @@ def test_variants_equal_the_oracle(
     case = VARIANTS[name]
     if case.model.experts % layout[1] == 0:
         check(workers, oracle, directory, WORLD[layout], layout, case)
+
+
+# -- around training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "lora"),
+    [
+        (2, (2, 2, 1), {"expert_adapters": "shared_outer", "dora": True, "dropout": 0.2}),
+        pytest.param(4, (2, 2, 2), {"dropout": 0.2, "target_modules": TARGETS}, marks=full),
+        pytest.param(2, (1, 2, 1), {"expert_adapters": "shared", "dropout": 0.2, "dtype": "bfloat16"}, marks=full),
+    ],
+    ids=str,
+)
+def test_continues_bitwise(
+    workers: WorkerPool, directory: Any, tmp_path: Path, world: int, layout: tuple[int, int, int], lora: dict[str, Any]
+) -> None:
+    model = str(directory(QWEN2))
+    straight = workers(world, moe.resume, model, layout, lora, str(tmp_path), None)
+    again = workers(world, moe.resume, model, layout, {**lora, "seed": 5}, None, str(tmp_path / "step=2.ckpt"))
+    for (one, _), (other, _) in zip(straight, again, strict=True):
+        assert one.keys() == other.keys()
+        assert any("experts.linear_fc1.lora.a" in name for name in one)
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    logged = straight[0][1]
+    assert logged.keys() == {"router/max_over_mean_load", "router/idle_experts"}, "no auxiliary loss is on"
+    assert 1.0 < logged["router/max_over_mean_load"] <= QWEN2.experts / moe.TOP_K
+
+
+def _router_stats(layout: tuple[int, int, int]) -> tuple[dict[str, float], dict[str, float]]:
+    """What is collected over two forwards, and the same from the routers' logits where they are whole."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from lightning_mcore_lora import RouterStats
+
+    aux = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+    model, parallel = model_at(layout, moe_shared_expert_intermediate_size=None, **aux)
+    fill_by_name(model, parallel)
+    stats, logits = RouterStats(model), []
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        gating = router.gating
+        router.gating = lambda x, gating=gating: logits.append(gating(x)) or logits[-1]
+    for seed in (1, 2):
+        ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(seed))
+        positions = torch.arange(8).expand_as(ids)
+        model(ids, positions, None, labels=ids)
+        with torch.no_grad():
+            model(ids, positions, None, labels=ids)  # an evaluation does not count
+    collected = stats.collect()
+    assert stats.collect() == {}, "counted once"
+    stats.close()
+    trained = [each.flatten(0, 1).double() for each in (*logits[0:2], *logits[4:6])]
+    loads = [torch.zeros_like(each).scatter(1, each.topk(2).indices, 1) for each in trained]
+    by_layer = torch.stack([loads[0].sum(0) + loads[2].sum(0), loads[1].sum(0) + loads[3].sum(0)])
+    pairs = zip(trained, loads, strict=True)
+    balance = [4 * (load.mean(0) / 2 * each.softmax(-1).mean(0)).sum() for each, load in pairs]
+    return collected, {
+        "router/max_over_mean_load": (by_layer.max(1).values / by_layer.mean(1)).max().item(),
+        "router/idle_experts": float((by_layer == 0).sum()),
+        "router/load_balancing_loss": (sum(balance) / 4).item(),
+        "router/z_loss": (sum(each.logsumexp(-1).square().mean() for each in trained) / 4).item(),
+    }
+
+
+def test_router_stats(workers: WorkerPool) -> None:
+    collected, expected = workers(1, _router_stats, (1, 1, 1))[0]
+    assert collected == pytest.approx(expected, rel=1e-5)
+    for rank in workers(2, _router_stats, (2, 2, 1)):
+        assert rank[0] == pytest.approx(expected, rel=1e-5)
 
 
 # -- the tests can fail: the field's mistakes are far outside the bounds ----------------------------------------------

@@ -1,6 +1,7 @@
 """Hugging Face directories: what is read, how much of it, and what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_mcore_lora.models.families import read_hf_config
 from lightning_mcore_lora.models.layouts import Shard, qkv
-from tests import tiny
+from tests import moe, tiny
 from tests.workers import WorkerError, WorkerPool
 
 
@@ -210,3 +211,81 @@ def test_greedy_generation_equals_transformers(workers: WorkerPool, tiny_llama: 
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert workers(tp, _generate, str(tiny_llama), tp, prompt) == [expected[0, len(prompt) :].tolist()] * tp
+
+
+# -- mixtures of experts -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny Qwen3-MoE whose first layer is dense."""
+    return moe.Model(dense=(0,)).write(tmp_path_factory.mktemp("tiny-moe"))
+
+
+def test_mixture_config_is_read(tiny_moe: Path, tmp_path: Path) -> None:
+    fields = read_hf_config(tiny_moe).transformer
+    assert fields["kv_channels"] == moe.HEAD_DIM != moe.HIDDEN // moe.HEADS
+    assert fields["qk_layernorm"]
+    assert fields["moe_layer_freq"] == [0, 1]
+    assert (fields["ffn_hidden_size"], fields["moe_ffn_hidden_size"]) == (moe.DENSE_FFN, moe.FFN)
+    assert (fields["num_moe_experts"], fields["moe_router_topk"]) == (4, moe.TOP_K)
+    assert not fields["moe_router_pre_softmax"]
+    assert fields["moe_aux_loss_coeff"] == 0.0, "as in transformers, unless router logits are asked for"
+    asked = changed(tiny_moe, tmp_path / "asked", output_router_logits=True, router_aux_loss_coef=0.01)
+    assert read_hf_config(asked).transformer["moe_aux_loss_coeff"] == 0.01
+    every = changed(tiny_moe, tmp_path / "every", mlp_only_layers=[], decoder_sparse_step=1)
+    assert read_hf_config(every).transformer["moe_layer_freq"] == 1
+    second = changed(tiny_moe, tmp_path / "second", mlp_only_layers=[], decoder_sparse_step=2)
+    assert read_hf_config(second).transformer["moe_layer_freq"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True .* not supported for model_type='qwen3_moe'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+    ],
+)
+def test_what_a_mixture_cannot_is_named(tiny_moe: Path, tmp_path: Path, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(NotImplementedError, match=match):
+        read_hf_config(changed(tiny_moe, tmp_path / "model", **settings))
+
+
+def _load_moe(directory: str) -> str | None:
+    from lightning_mcore_lora import build_gpt_model, cpu_backend, load_hf_weights
+    from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
+    from lightning_mcore_lora.strategy import seeding
+
+    cpu_backend.apply()
+    parallel = ParallelContext.create(ParallelSizes(2, 2, True, 2, 1))
+    seeding.seed_for_init()
+    model = build_gpt_model(directory, parallel)
+    try:
+        load_hf_weights(model, directory, parallel)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: None, None),
+        (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "lacks the tensors .*experts.3.up_proj"),
+        (lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.ones(1)}), "no place for: .*ts.4.up"),
+        (lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(1)}), "no place for: .*layers.1.mlp.up_"),
+        (lambda t: [t.pop(name) for name in list(t) if "q_norm" in name], "lacks the tensors .*q_norm"),
+    ],
+    ids=["all there", "missing", "left over", "dense where the model is a mixture", "no norms of queries"],
+)
+def test_expert_tensors_are_checked_on_every_rank(
+    workers: WorkerPool, tiny_moe: Path, tmp_path: Path, change: Any, match: str | None
+) -> None:
+    directory = changed(tiny_moe, tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    for said in workers(2, _load_moe, str(directory)):
+        assert (said is None) == (match is None)
+        assert match is None or re.search(match, said)
