@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face Llama with LoRA under tensor and sequence parallelism.
+"""Fine-tune a Hugging Face model with LoRA under tensor, sequence and expert parallelism.
 
 Without arguments: SmolLM2-135M-Instruct on Python's own help topics, three processes, on the CPU::
 
@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from sft import SFTModule
 from smollm2 import smollm2_directory
 
-from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, generate
+from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, RouterMonitor, generate
 
 for message in (".*is deprecated.*", ".*does not have many workers.*", ".*sync_dist=True.*", ".*is not empty.*"):
     warnings.filterwarnings("ignore", message=message)
@@ -29,11 +29,13 @@ for message in (".*is deprecated.*", ".*does not have many workers.*", ".*sync_d
 def arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="Hugging Face directory of a Llama (default: SmolLM2-135M)")
+    parser.add_argument("--model", default="smollm2", help="Hugging Face directory (default: SmolLM2-135M)")
     parser.add_argument("--data", help=".jsonl with prompt/completion or messages (default: Python's help topics)")
     parser.add_argument("--out", default="runs/finetune", help="where logs and adapter checkpoints go")
     parser.add_argument("--resume", help="checkpoint directory to continue from")
     parser.add_argument("--tensor-parallel-size", type=int, default=3)
+    parser.add_argument("--expert-parallel-size", type=int, default=1, help="of a mixture of experts")
+    parser.add_argument("--expert-tensor-parallel-size", type=int, help="of a mixture of experts (default: as tensor)")
     parser.add_argument("--devices", type=int, help="processes (default: the tensor-parallel size)")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
     parser.add_argument("--rank", type=int, default=12)
@@ -99,7 +101,11 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="auto",
         devices=args.devices or args.tensor_parallel_size,
-        strategy=MCoreTP(tensor_parallel_size=args.tensor_parallel_size),
+        strategy=MCoreTP(
+            tensor_parallel_size=args.tensor_parallel_size,
+            expert_parallel_size=args.expert_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        ),
         precision=args.precision,
         max_epochs=args.epochs,
         max_steps=args.max_steps,
@@ -112,6 +118,7 @@ def main() -> None:
         callbacks=[
             LoRASPCallback(rank=args.rank, alpha=args.alpha, regather=True if args.regather else None),
             MemoryMonitor(),
+            RouterMonitor(),
             sample,
             checkpoints,
         ],

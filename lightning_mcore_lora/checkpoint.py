@@ -62,10 +62,7 @@ def check_can_save(module: nn.Module) -> None:
     unnamed = [
         name
         for name, p in module.named_parameters()
-        if p.requires_grad
-        and not getattr(p, "allreduce", True)
-        and not hasattr(p, "experts")
-        and not _EXPERT.search(name)
+        if p.requires_grad and ".experts." in name and not hasattr(p, "experts") and not _EXPERT.search(name)
     ]
     if unnamed:
         raise NotImplementedError(

@@ -78,6 +78,11 @@ class ParallelSizes:
         """Data-parallel size of dense layers."""
         return self.world_size // self.tensor
 
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether a forward of a mixture may need the processes of other data-parallel replicas."""
+        return self.expert > 1 or self.expert_tensor > self.tensor
+
     def check_model(self, config: "TransformerConfig", vocab_size: int | None = None) -> None:
         """Check that a model can be split in this way, before anything is built.
 
@@ -106,6 +111,9 @@ class ParallelSizes:
                 self.expert,
                 "Choose an expert_parallel_size that divides it.",
             )
+            if config.moe_shared_expert_intermediate_size:
+                shared = config.moe_shared_expert_intermediate_size
+                _require_divisible("moe_shared_expert_intermediate_size", shared, *tensor)
             _require_divisible(
                 "moe_ffn_hidden_size",
                 config.moe_ffn_hidden_size or config.ffn_hidden_size,

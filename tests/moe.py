@@ -36,7 +36,7 @@ class Model:
     experts: int = 4
     dense: tuple[int, ...] = ()
 
-    def config(self) -> Any:
+    def config(self, **changes: Any) -> Any:
         """The transformers config."""
         from transformers import Qwen2MoeConfig, Qwen3MoeConfig
 
@@ -56,17 +56,17 @@ class Model:
             "max_position_embeddings": 64,
             "tie_word_embeddings": False,
             "initializer_range": 0.3,
-        }
+        } | changes
         if not self.shared:
             return Qwen3MoeConfig(**settings)
         return Qwen2MoeConfig(**settings, shared_expert_intermediate_size=SHARED_FFN)
 
-    def write(self, directory: Path) -> Path:
+    def write(self, directory: Path, **changes: Any) -> Path:
         """Save it with random weights: norms that are not one, and experts that are clearly told apart."""
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(13)
-        model = AutoModelForCausalLM.from_config(self.config())
+        model = AutoModelForCausalLM.from_config(self.config(**changes))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:

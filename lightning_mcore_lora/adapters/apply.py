@@ -55,8 +55,8 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
     if next(adapters(model), None):
         raise ValueError("the model has LoRA adapters already: apply_lora once, or remove_lora(model) first")
     found = list(find_sites(model))
-    targets = _targets(config, found)
-    _check_linears(model, config)
+    merged = _without_linears(model, config)
+    targets = _targets(config, found, merged)
     saved = _modules_to_save(config, model, targets)
     base_parameters = logical_parameters(model.parameters())
     entries: list[SiteReport] = []
@@ -148,7 +148,7 @@ def logical_parameters(parameters: Iterable[nn.Parameter]) -> int:
 # -- targets -------------------------------------------------------------------------------------------------------
 
 
-def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
+def _targets(config: LoRAConfig, found: list[Site], merged: list[str]) -> list[Site]:
     if not found:
         raise ValueError(
             "the model holds none of Megatron-Core's parallel linears: build it before the adapters are applied, "
@@ -156,7 +156,7 @@ def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
         )
     names = [site.name for site in found]
     for setting, pattern in config.patterns():
-        if setting != "modules_to_save" and not any(matches(pattern, name) for name in names):
+        if setting != "modules_to_save" and not any(matches(pattern, name) for name in (*names, *merged)):
             near = near_names(pattern, names)
             raise ValueError(f"{setting}: {pattern!r} matches no linear of the model; near names: {near}")
     layers = {layer for name in names if (layer := layer_of(name)) is not None}
@@ -175,13 +175,21 @@ def _targets(config: LoRAConfig, found: list[Site]) -> list[Site]:
     return targets
 
 
-def _check_linears(model: nn.Module, config: LoRAConfig) -> None:
-    """Raise if a target's weight is there, but no linear."""
+def _without_linears(model: nn.Module, config: LoRAConfig) -> list[str]:
+    """Names that linears would have whose weights are merged into one, none of them a target.
+
+    Raises:
+        NotImplementedError: If one is.
+    """
     modules = dict(model.named_modules())
+    names = []
     for path, name in module_names(model).items():
         reason = WITHOUT_LINEARS.get(f"{type(modules[path]).__module__}.{type(modules[path]).__qualname__}")
-        if reason and any(_is_target(f"{name}.{linear}", config) for linear in ("linear_fc1", "linear_fc2")):
+        here = [f"{name}.{linear}" for linear in ("linear_fc1", "linear_fc2")] if reason else []
+        if any(_is_target(linear, config) for linear in here):
             raise NotImplementedError(f"{name}: {reason}; or add '{name.rpartition('.')[2]}.*' to exclude_modules")
+        names += here
+    return names
 
 
 def _is_target(name: str, config: LoRAConfig) -> bool:
@@ -222,7 +230,7 @@ def _plan(site: Site, config: LoRAConfig) -> Plan:
     mode, fallback = choose_mode(site, config)
     placement = lookup(site.kind, site.around, mode)
     eager = lookup(site.kind, site.around, "gather" if mode == "regather" else mode)
-    rank = _by_pattern(config.rank_pattern, site.name, _default_rank(site, config))
+    rank = _by_pattern(config.rank_pattern, site.name, None) or _default_rank(site, config)
     alpha = _by_pattern(config.alpha_pattern, site.name, config.alpha)
     parts = tuple(part.name for part in site.parts()) if config.canonical else ()
     if config.canonical and site.leaf == "linear_qkv" and not parts:

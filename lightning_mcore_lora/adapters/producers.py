@@ -70,7 +70,7 @@ _NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm", "r
 
 
 def _unfused_norm(site: Site) -> Known | None:
-    if site.around is Around.REMOVED:
+    if site.experts or site.around is Around.REMOVED:
         return None  # its tokens were gathered
     name = _NORMS.get(site.leaf, "")
     norm = next((getattr(parent, name) for parent in site.parents if hasattr(parent, name)), None)

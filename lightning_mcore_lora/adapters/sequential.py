@@ -50,6 +50,14 @@ class SequentialAdapter(LoRAAdapter):
     def _forget(self, *_: Any) -> None:
         self._apart = None
 
+    def forward(self, base: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Never called: each expert's linear runs with its own factors.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(f"{self.site.name}: {type(self).__name__} runs beside the experts, not by itself")
+
     def _run_expert(self, number: int, base: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._apart is None:
             raise RuntimeError(

@@ -8,7 +8,9 @@ import lightning.pytorch as pl
 def is_logged(trainer: "pl.Trainer") -> bool:
     """Whether the batch that has ended completed an optimizer step that is logged."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return not (trainer.fit_loop.epoch_loop._should_accumulate() or trainer.global_step % every)
+    if not every or trainer.fit_loop.epoch_loop._should_accumulate():
+        return False
+    return trainer.global_step % every == 0
 
 
 def log(pl_module: "pl.LightningModule", values: Mapping[str, float]) -> None:

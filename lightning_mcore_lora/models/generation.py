@@ -18,7 +18,10 @@ def generate(
     max_new_tokens: int = 32,
     stop_tokens: Sequence[int] = (),
 ) -> list[int]:
-    """Continue one prompt with the most likely token at each step. A collective: every rank of the group must call it.
+    """Continue one prompt with the most likely token at each step.
+
+    A collective: every rank of the tensor-parallel group must call it; of a mixture of experts with EP > 1 or ETP > TP
+    every process, all with the same prompt.
 
     Each step runs the whole sequence again, with no key-value cache: meant for samples, not for serving. The sequence
     is padded on the right to a multiple of the tensor-parallel size, which causal attention does not see.

@@ -123,7 +123,7 @@ def _mark_parameters(model: torch.nn.Module, config: TransformerConfig) -> None:
             if name.endswith("linear_fc1") and config.gated_linear_unit and isinstance(module, cls):
                 for parameter in module.parameters(recurse=False):
                     parameter.partition_stride = 2
-        if getattr(module, "is_expert", False):
+        if "experts" in name.split("."):
             for parameter in module.parameters(recurse=False):
                 parameter.allreduce = not experts_are_apart()
 

@@ -281,7 +281,8 @@ class Engine:
 
     def for_evaluation(self, loader: DataLoader, device: torch.device) -> Any:
         """A loader for a loop without a backward: only experts need every rank's company in each forward."""
-        return EvenLoader(loader, device) if self._expert > 1 else loader
+        assert self.parallel is not None
+        return EvenLoader(loader, device) if self.parallel.sizes.experts_span_replicas else loader
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,8 @@ class GradientReducer:
         self._held = self._trained  # what zero_grad() of the optimizer reaches
         config = copy.copy(find_config(module))
         config.calculate_per_token_loss = True  # DDP then sums and never divides
+        # Megatron-Core would move this buffer of routers at the end of a step; it is the frozen base's.
+        config.moe_router_enable_expert_bias = False
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, grad_reduce_in_fp32=True)
         self._ddp = DistributedDataParallel(config, ddp_config, module)
         # Routers would scale their auxiliary losses by token counts of their own, which miss the mask (and, in
@@ -128,7 +130,7 @@ class GradientReducer:
             tokens = torch.as_tensor(num_tokens, dtype=torch.int64, device=loss.device).detach().reshape(())
             self._token_losses += 1
             self._num_tokens = tokens if self._num_tokens is None else self._num_tokens + tokens
-            aux_scale = loss_scale * tokens.to(loss.dtype)
+            aux_scale = loss_scale * tokens.float()
             loss = loss * accumulate
         MoEAuxLossAutoScaler.set_loss_scale(aux_scale)
         return loss

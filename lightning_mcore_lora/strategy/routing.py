@@ -7,7 +7,18 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+
+try:
+    from megatron.core.transformer.moe import moe_logging
+except ImportError:  # 0.16
+    moe_logging: Any = None  # type: ignore[no-redef]
+
+#: Kind of load balancing to the name under which it is recorded, and the router's group over which it adds up.
+_BALANCING = {
+    "aux_loss": ("load_balancing_loss", "tp_cp_group"),
+    "seq_aux_loss": ("seq_load_balancing_loss", "tp_cp_group"),
+    "global_aux_loss": ("global_load_balancing_loss", "tp_dp_cp_group"),
+}
 
 
 class RouterStats:
@@ -21,8 +32,7 @@ class RouterStats:
         self._routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         self._loads = [torch.zeros(router.config.num_moe_experts) for router in self._routers]
         self._forwards = 0
-        for values, _ in _recorded_losses().values():
-            values.zero_()
+        _forget_losses()
         self._handles = [
             router.register_forward_hook(functools.partial(self._count, i)) for i, router in enumerate(self._routers)
         ]
@@ -44,26 +54,38 @@ class RouterStats:
             auxiliary loss without its coefficient (``router/load_balancing_loss``, 1 at perfect balance,
             ``router/z_loss``), the mean over layers and microbatches. Empty without routers or forwards.
         """
-        if not self._routers or not self._forwards:
+        if not self._routers:
             return {}
-        losses = _recorded_losses()
-        world, layers = torch.distributed.get_world_size(), len(self._routers)
-        means = []
-        for values, group in losses.values():
-            # What a group adds up is one replica's; else each rank has its own tokens' mean.
-            replicas = world // group.size() if group is not None else world
-            means.append(values.sum() / (replicas * layers * self._forwards))
-            values.zero_()
+        sizes, totals = self._losses()
         loads = torch.stack(self._loads)
-        flat = torch.cat([loads.flatten(), *(mean.reshape(1).to(loads) for mean in means)])
+        flat = torch.cat([loads.flatten(), loads.new_tensor([self._forwards, *totals])])
         torch.distributed.all_reduce(flat)
-        loads, totals = flat[: loads.numel()].view_as(loads), flat[loads.numel() :].tolist()
+        loads, (forwards, *sums) = flat[: loads.numel()].view_as(loads), flat[loads.numel() :].tolist()
         self._loads, self._forwards = [torch.zeros_like(load) for load in loads], 0
+        if not forwards:
+            return {}
+        count = forwards * len(self._routers)
         return {
             "router/max_over_mean_load": (loads.max(1).values / loads.mean(1).clamp_min(1e-9)).max().item(),
             "router/idle_experts": float((loads == 0).sum()),
-            **{f"router/{name}": total for name, total in zip(losses, totals, strict=True)},
+            # Where a group adds up, one value is its members' together.
+            **{f"router/{name}": total * size / count for (name, size), total in zip(sizes.items(), sums, strict=True)},
         }
+
+    def _losses(self) -> tuple[dict[str, int], list[float]]:
+        """Of each auxiliary loss that is on: the size of the group whose values add up, and this rank's sum."""
+        router = self._routers[0]
+        sizes = {
+            name: getattr(router, group).size()
+            for kind, (name, group) in _BALANCING.items()
+            if router.get_aux_loss_coeff(kind) > 0
+        }
+        if router.config.moe_z_loss_coeff is not None:
+            sizes["z_loss"] = 1
+        recorded = _recorded_losses()
+        sums = [recorded[name].sum().item() if name in recorded else 0.0 for name in sizes]
+        _forget_losses()
+        return sizes, sums
 
     def close(self) -> None:
         """Stop counting."""
@@ -71,13 +93,15 @@ class RouterStats:
             handle.remove()
 
 
-def _recorded_losses() -> dict[str, tuple[Tensor, ProcessGroup | None]]:
-    """Name to values by layer, and the group whose values are to be added up."""
-    entries: dict[str, Any]
-    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):  # up to 0.16
-        entries = moe_utils.get_moe_layer_wise_logging_tracker()
-        return {name: (entry["values"], entry["reduce_group"]) for name, entry in entries.items()}
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+def _recorded_losses() -> dict[str, Tensor]:
+    """Name to values by layer, which Megatron-Core adds up until they are forgotten."""
+    if moe_logging is None:
+        return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+    return {name: entry.values for name, entry in moe_logging.get_moe_metrics_tracker().metrics.items()}
 
-    entries = get_moe_metrics_tracker().metrics
-    return {name: (entry.values, entry.reduce_group) for name, entry in entries.items()}
+
+def _forget_losses() -> None:
+    if moe_logging is None:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.destroy_moe_metrics_tracker()

@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import moe
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,6 +99,32 @@ def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
     assert "regather" in output
     output = run(*common, "--regather", "--max-steps=3", f"--resume={tmp_path}/out/last.ckpt")
     assert "Adapter checkpoint" in output
+
+
+@pytest.mark.pretrained
+@pytest.mark.full
+def test_finetune_a_mixture_of_experts(smollm2: Path, tmp_path: Path) -> None:
+    """The command of docs/experts.md, on a tiny model with SmolLM2's tokenizer."""
+    command = blocks(ROOT / "docs/experts.md", "bash")[0].split()
+    model = tiny_mixture(smollm2, tmp_path / "model")
+    command[command.index("--model") + 1] = str(model)
+    short = ["--max-steps=2", "--max-samples=12", "--batch-size=2", "--max-length=96", f"--out={tmp_path}/out"]
+    output = run(sys.executable, *command[1:], *short)
+    assert "mlp.experts.linear_fc1" in output
+    assert "Held-out loss" in output
+    logged = next((tmp_path / "out/log").glob("version_*/metrics.csv")).read_text()
+    assert logged.startswith("epoch")
+
+
+def tiny_mixture(smollm2: Path, directory: Path) -> Path:
+    """A tiny Qwen3-MoE with random weights that reads SmolLM2's tokens."""
+    moe.Model().write(directory, vocab_size=49152)
+    for file in smollm2.glob("*token*"):
+        shutil.copy(file, directory)
+    for name in ("vocab.json", "merges.txt", "chat_template.jinja"):
+        if (smollm2 / name).is_file():
+            shutil.copy(smollm2 / name, directory)
+    return directory
 
 
 @pytest.mark.pretrained

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mcore_lora import LoRAConfig, apply_lora
 from lightning_mcore_lora.adapters.placement import Around, Middle, Placement
 from lightning_mcore_lora.strategy import gradients
+from lightning_mcore_lora.strategy.gradients import GradientReducer
+from lightning_mcore_lora.strategy.precision import Masters
 from tests import moe
 from tests.mcore_runs import fill_by_name, reduced_step, whole_gradients
 from tests.moe import TARGETS, Case, Model
@@ -203,6 +206,41 @@ def test_router_stats(workers: WorkerPool) -> None:
     assert collected == pytest.approx(expected, rel=1e-5)
     for rank in workers(2, _router_stats, (2, 2, 1)):
         assert rank[0] == pytest.approx(expected, rel=1e-5)
+
+
+def _one_rank_skips() -> tuple[dict[str, float], int]:
+    from lightning_mcore_lora import RouterStats
+
+    model, _ = model_at((1, 1, 1), moe_shared_expert_intermediate_size=None)
+    stats, ids = RouterStats(model), torch.arange(8)[None]
+    if torch.distributed.get_rank() == 0:
+        model(ids, ids, None, labels=ids)
+    return stats.collect(), len(stats.collect())
+
+
+def test_router_stats_of_a_replica_that_skipped(workers: WorkerPool) -> None:
+    first, second = workers(2, _one_rank_skips)
+    assert first == second
+    assert first[0]["router/max_over_mean_load"] > 1
+    assert first[1] == 0
+
+
+def _bias_of_the_router() -> None:
+    model, parallel = model_at(
+        (1, 1, 1), moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", add_qkv_bias=True
+    )
+    apply_lora(model, LoRAConfig(rank=4))
+    reducer = GradientReducer(model, parallel, Masters())
+    ids = torch.arange(8)[None]
+    reducer.before_backward(model(ids, ids, None, labels=ids).mean(), None).backward()
+    reducer.after_backward()
+    reducer.finalize()
+    reducer.close()
+    assert all(not layer.mlp.router.expert_bias.any() for layer in model.decoder.layers)
+
+
+def test_the_base_stays_as_it_was_loaded(workers: WorkerPool) -> None:
+    workers(1, _bias_of_the_router)
 
 
 # -- the tests can fail: the field's mistakes are far outside the bounds ----------------------------------------------

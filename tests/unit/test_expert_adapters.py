@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_mcore_lora import LoRAConfig, apply_lora, remove_lora
 from lightning_mcore_lora.adapters import adapters
+from lightning_mcore_lora.adapters.config import DEFAULT_TARGETS
 from tests import moe
 from tests.mcore_runs import moe_or_dense_model
 from tests.workers import WorkerError, WorkerPool
@@ -74,6 +75,8 @@ def _shapes(layout: str) -> set[tuple[int, ...]]:
 def test_rank_is_divided_by_the_experts_of_a_token(workers: WorkerPool) -> None:
     lora = {"normalize_expert_rank": True, "rank_pattern": {"*.layers.1.*.experts.linear_fc2": 6}}
     plans = workers(1, _report, lora)[0][1]
+    given = {"rank": 7, "normalize_expert_rank": True, "rank_pattern": {"experts.*": 3}}
+    assert workers(1, _report, given)[0][1]["decoder.layers.0.mlp.experts.linear_fc1"] == (3, 4.0 / 3)
     assert plans["decoder.layers.0.mlp.experts.linear_fc1"] == (4, 1.0)
     assert plans["decoder.layers.1.mlp.experts.linear_fc2"] == (6, 4.0 / 6)
     assert plans["decoder.layers.0.mlp.shared_experts.linear_fc1"] == (8, 0.5)
@@ -121,15 +124,29 @@ def test_adapters_come_and_go(workers: WorkerPool) -> None:
     workers(1, _comes_and_goes)
 
 
+def _legacy_model() -> Any:
+    model, _ = model_at((1, 1, 1), moe_shared_expert_intermediate_size=None)
+    legacy = type("GroupedMLP", (nn.Module,), {})
+    legacy.__module__ = "megatron.core.transformer.moe.experts"
+    for layer in model.decoder.layers:
+        layer.mlp.experts = legacy()
+    return model
+
+
+def _legacy_without_its_experts() -> set[str]:
+    report = apply_lora(_legacy_model(), LoRAConfig(target_modules=[*DEFAULT_TARGETS], exclude_modules=["experts.*"]))
+    return {site.site.rpartition(".")[2] for site in report.sites}
+
+
+def test_a_model_with_legacy_experts_takes_the_advice(workers: WorkerPool) -> None:
+    assert workers(1, _legacy_without_its_experts)[0] == {"linear_qkv", "linear_proj"}
+
+
 def _refused(kind: str) -> None:
-    model, _ = model_at((1, 1, 1))
+    model = _legacy_model() if kind == "legacy" else model_at((1, 1, 1))[0]
     layer: Any = model.decoder.layers[0].mlp
     targets = ["linear_fc1", "linear_fc2"]
-    if kind == "legacy":
-        legacy = type("GroupedMLP", (nn.Module,), {})
-        legacy.__module__ = "megatron.core.transformer.moe.experts"
-        layer.experts = legacy()
-    elif kind == "fused":
+    if kind == "fused":
         layer.experts._with_fused_impl = True
     elif kind == "fused shared":
         layer.shared_experts.__class__ = type("FusedSharedExpertMLP", (type(layer.shared_experts),), {})
