@@ -7,9 +7,7 @@ within one run; times are compared as ratios. Two processes, TP 2 with sequence 
 import argparse
 import functools
 import gc
-import json
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+
+from benchmarks.launch import hand_over, on_processes, save
 
 TP = 2
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -221,10 +221,7 @@ def worker(rank: int, folder: str, size: Size, cases: list[tuple[int, float]], s
         results.append({"rank": width, "dropout": dropout, "modes": modes})
         if rank == 0:
             Console(width=140).print(table(results[-1]))
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(results))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    hand_over(rank, folder, results)
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -259,15 +256,8 @@ def main() -> None:
     arguments = parser.parse_args()
     size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
     cases = [(rank, dropout) for rank in arguments.ranks for dropout in arguments.dropouts]
-    with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.spawn(worker, (folder, size, cases, arguments.steps), nprocs=TP, join=False)
-        while not context.join():
-            pass
-        results = json.loads(Path(folder, "result.json").read_text())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"size": asdict(size), "tensor_parallel_size": TP, "steps": arguments.steps, "torch": torch.__version__}
-    arguments.out.write_text(json.dumps({**settings, "cases": results}, indent=2) + "\n")
-    print(f"saved to {arguments.out}")
+    results = on_processes(TP, worker, size, cases, arguments.steps)
+    save(arguments.out, {"size": asdict(size), "tensor_parallel_size": TP, "steps": arguments.steps}, results)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ Microbatches alternate over the schemes within one run; times are compared as ra
 import argparse
 import functools
 import gc
-import json
 import statistics
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+
+from benchmarks.launch import hand_over, on_processes, save
 
 TP = ETP = 2
 MICROBATCHES = 8
@@ -215,10 +215,7 @@ def worker(rank: int, folder: str, cases: list[Case], runs: int) -> None:
         results.append(measure(case, runs, parallel))
         if rank == 0:
             Console(width=140).print(table(results[-1]))
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(results))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    hand_over(rank, folder, results)
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -246,20 +243,9 @@ def main() -> None:
     arguments = parser.parse_args()
     given = {f.name: value for f in fields(Case) if (value := getattr(arguments, f.name)) is not None}
     cases = list(dict.fromkeys(Case(**(asdict(case) | given)) for case in CASES))
-    with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.spawn(worker, (folder, cases, arguments.runs), nprocs=TP, join=False)
-        while not context.join():
-            pass
-        results = json.loads(Path(folder, "result.json").read_text())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "tensor_parallel_size": TP,
-        "expert_tensor_parallel_size": ETP,
-        "runs": arguments.runs,
-        "torch": torch.__version__,
-    }
-    arguments.out.write_text(json.dumps({**settings, "cases": results}, indent=2) + "\n")
-    print(f"saved to {arguments.out}")
+    results = on_processes(TP, worker, cases, arguments.runs)
+    layout = {"tensor_parallel_size": TP, "expert_tensor_parallel_size": ETP}
+    save(arguments.out, {**layout, "runs": arguments.runs}, results)
 
 
 if __name__ == "__main__":

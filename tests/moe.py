@@ -155,10 +155,13 @@ class Oracle:
         targets = case.lora.get("target_modules", TARGETS)
         for i, layer in enumerate(self.model.model.layers):
             for name, places in self._places(layer, i in case.model.dense).items():
-                if name.rpartition(".")[2] in targets:
+                if any(f".{name}".endswith(f".{target}") for target in targets):
                     self._adapt(f"decoder.layers.{i}.{name}.lora", name, places)
-            if i not in case.model.dense:
-                layer.mlp.gate.register_forward_hook(lambda module, args, output: self._scores.append(output[0]))
+            if i in case.model.dense:
+                continue
+            if "router" in case.lora.get("modules_to_save", ()):
+                self.named[f"decoder.layers.{i}.mlp.router.weight"] = layer.mlp.gate.weight.requires_grad_()
+            layer.mlp.gate.register_forward_hook(lambda module, args, output: self._scores.append(output[0]))
 
     def _places(self, layer: Any, is_dense: bool) -> dict[str, list[tuple[nn.Module, str, slice | Tensor]]]:
         """Name in the package to the modules, the names of their weights, and their rows of the fused weight."""
@@ -366,7 +369,9 @@ def places(trained: dict[str, Any], parallel: Any) -> dict[str, Any]:
     marks = {}
     for name, p in trained.items():
         held = getattr(p, "experts", None)
-        marks[name] = (p.tensor_model_parallel, p.partition_dim, p.partition_stride, held and held.name)
+        sharded = getattr(p, "tensor_model_parallel", False)
+        where = (sharded, p.partition_dim, p.partition_stride) if sharded else (False, -1, 1)
+        marks[name] = (*where, held and held.name)
     ranks = {"tp": parallel.tp_rank, "etp": parallel.etp_rank, "ep": parallel.ep_rank, "dp": parallel.dp_rank}
     return {"marks": marks, "ranks": ranks}
 

@@ -57,6 +57,7 @@ def test_public_names_are_documented() -> None:
 
 
 @pytest.mark.pretrained
+@pytest.mark.full
 @pytest.mark.usefixtures("smollm2")
 def test_first_script(tmp_path: Path) -> None:
     script = tmp_path / "first.py"

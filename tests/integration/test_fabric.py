@@ -15,7 +15,7 @@ from tests.oracle import Oracle, Run
 from tests.workers import WorkerError, WorkerPool
 
 #: (TP, SP, DP, mode) of the quick run; the full one has the Trainer's whole matrix.
-QUICK = {(1, False, 2, "local"), (2, True, 1, "regather"), (2, True, 2, "local")}
+QUICK = {(1, False, 2, "local"), (2, True, 2, "local")}
 CASES = [
     pytest.param(*layout, mode, marks=() if (*layout, mode) in QUICK else pytest.mark.full)
     for layout in LAYOUTS
@@ -258,7 +258,7 @@ def _run(directory: str, out: str, stop_at: int | None, resume: bool, precision:
 
 
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.full)])
-@pytest.mark.parametrize("stop_at", [2, 6])
+@pytest.mark.parametrize("stop_at", [2, pytest.param(6, marks=pytest.mark.full)])
 def test_continues_bitwise(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, stop_at: int, precision: str) -> None:
     out = str(tmp_path / "state.ckpt")
     straight = workers(2, _run, str(tiny_llama), out, None, False, precision)

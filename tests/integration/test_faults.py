@@ -26,7 +26,6 @@ COMBINATIONS = [
 QUICK = {
     ("forward", "raise", 2, 2, 1, "trainer"),
     ("backward", "kill", 2, 1, 0, "trainer"),
-    ("collective", "hang", 2, 2, 0, "fabric"),
     ("load", "exit", 2, 2, 1, "trainer"),
     ("load", "raise", 2, 2, 0, "fabric"),
 }

@@ -84,6 +84,7 @@ def test_dense_equals_oracle(
             assert relative_error(whole(ranks, values, name), gradient[name]) < GRADIENT_BOUND, (name, step)
 
 
+@pytest.mark.full
 def test_half_precision_errs_no_more_than_one_process(workers: WorkerPool, tiny_llama: Path) -> None:
     exact = oracle(tiny_llama, False)
     names = list(exact["weights"])
@@ -210,6 +211,7 @@ def _saved_experts(out: str) -> set[str]:
     return {key for key in dist_checkpointing.load_plain_tensors(out) if "local_experts" in key and "model." in key}
 
 
+@pytest.mark.full
 def test_every_expert_is_saved_once(workers: WorkerPool, tmp_path: Path) -> None:
     keys = []
     for world, layout in ((1, (1, 1, 1)), (4, (2, 2, 1))):

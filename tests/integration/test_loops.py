@@ -443,5 +443,6 @@ def _at_rate(module: Any) -> Any:
     return torch.optim.AdamW(module.parameters(), lr=module.lr)
 
 
+@pytest.mark.full
 def test_learning_rate_finder(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
     assert len(set(workers(2, _tuned, str(tiny_llama), str(tmp_path)))) == 1

@@ -107,7 +107,13 @@ def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, sequenc
         assert rank["recompute_inputs"]["kept"] < rank["local"]["kept"]
 
 
-@pytest.mark.parametrize("config", [*(name for name in RECOMPUTE if name != "none"), "bfloat16"])
+QUICK = ("full block", "layernorm")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*(pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in RECOMPUTE if n != "none"), "bfloat16"],
+)
 def test_predicted_bytes_of(workers: WorkerPool, config: str) -> None:
     loras = {name: LORAS[name] for name in (*MODES, "recompute_inputs", "regather, dropout", "dora")}
     half = {"params_dtype": torch.bfloat16, "bf16": True}

@@ -26,7 +26,6 @@ PAIRWISE = {
     (2, True, 2, "local"),
     (3, False, 1, "gather"),
     (3, False, 1, "regather"),
-    (3, True, 2, "gather"),
     (3, True, 2, "regather"),
     (3, True, 1, "local"),
 }

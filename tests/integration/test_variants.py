@@ -41,11 +41,10 @@ LAYOUTS = [(1, False), (2, False), (2, True), (3, False), (3, True)]
 #: Modes in which a variant is run; those that shard A on rank need one that divides.
 MODES = {name: ("local",) if name == "patterns" else ("local", "regather") for name in VARIANTS}
 QUICK = {
-    ("canonical", 3, True, "regather"),
+    ("canonical", 2, True, "regather"),
     ("rslora", 2, False, "local"),
     ("dora", 1, False, "local"),
     ("dora", 2, True, "local"),
-    ("dora", 3, False, "regather"),
     ("dora and rslora", 3, True, "local"),
     ("patterns", 2, True, "local"),
     ("layers", 2, True, "local"),

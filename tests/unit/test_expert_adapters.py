@@ -95,7 +95,7 @@ def _initial(layout: tuple[int, int, int], expert_adapters: str) -> dict[str, An
 @pytest.mark.parametrize("expert_adapters", ["per_expert", "shared", "shared_outer"])
 def test_initial_factors_are_the_same_at_every_layout(workers: WorkerPool, expert_adapters: str) -> None:
     one = workers(1, _initial, (1, 1, 1), expert_adapters)[0]["values"]
-    for world, layout in ((2, (2, 2, 1)), (2, (2, 1, 2)), (2, (2, 1, 1)), (4, (2, 2, 2))):
+    for world, layout in ((2, (2, 1, 1)), (4, (2, 2, 2))):
         ranks = workers(world, _initial, layout, expert_adapters)
         for name, value in one.items():
             assert torch.equal(moe.whole(ranks, [rank["values"][name] for rank in ranks], name), value), (layout, name)

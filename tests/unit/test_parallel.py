@@ -32,6 +32,7 @@ def config(**changes: Any) -> Any:
         "num_moe_experts": None,
         "moe_layer_freq": 1,
         "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": None,
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -50,6 +51,12 @@ def config(**changes: Any) -> Any:
             {"num_moe_experts": 2, "moe_ffn_hidden_size": 9},
             8,
             "moe_ffn_hidden_size=9 .* expert_tensor_parallel_size=2",
+        ),
+        (
+            {"tensor": 2, "sequence_parallel": True},
+            {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 9},
+            8,
+            "moe_shared_expert_intermediate_size=9 .* tensor_parallel_size=2",
         ),
         ({"tensor": 2}, {"num_moe_experts": 2}, 8, "needs sequence_parallel=True"),
     ],
