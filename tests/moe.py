@@ -282,7 +282,9 @@ def _expert_parallel() -> int:
     return parallel_state.get_expert_model_parallel_world_size()
 
 
-def train(directory: str, layout: tuple[int, int, int], case: Case, steps: int = STEPS) -> dict[str, Any]:
+def train(
+    directory: str, layout: tuple[int, int, int], case: Case, steps: int = STEPS, precision: str = "32-true"
+) -> dict[str, Any]:
     """The same steps through the Trainer; returns this rank's view.
 
     Args:
@@ -290,6 +292,7 @@ def train(directory: str, layout: tuple[int, int, int], case: Case, steps: int =
         layout: TP, EP, ETP.
         case: What is trained.
         steps: Optimizer steps.
+        precision: The Trainer's.
     """
     from lightning_mcore_lora import LoRASPCallback, MCoreTP, build_gpt_model, load_hf_weights
     from lightning_mcore_lora.adapters import adapters
@@ -328,7 +331,7 @@ def train(directory: str, layout: tuple[int, int, int], case: Case, steps: int =
     strategy = MCoreTP(tensor_parallel_size=tp, expert_parallel_size=ep, expert_tensor_parallel_size=etp)
     lora = LoRASPCallback(rank=RANK, alpha=ALPHA, verbose=False, **({"target_modules": TARGETS} | case.lora))
     module = Module(directory, token_weights() if case.weighted else None)
-    trainer(strategy, None, callbacks=(lora,), max_steps=steps, gradient_clip_val=CLIP).fit(module)
+    trainer(strategy, None, callbacks=(lora,), max_steps=steps, gradient_clip_val=CLIP, precision=precision).fit(module)
     trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
     return {
         **places(trained, strategy.parallel),

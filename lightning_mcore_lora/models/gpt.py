@@ -15,6 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lightning_mcore_lora.models.families import read_hf_config
 from lightning_mcore_lora.models.norms import SequenceParallelNorm
+from lightning_mcore_lora.models.routers import keep_from_autocast
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes, experts_are_apart
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
@@ -83,6 +84,7 @@ def build_gpt_model(
         rotary_base=rotary_base,
     )
     _mark_parameters(model, config)
+    keep_from_autocast(model)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)
     return model
 

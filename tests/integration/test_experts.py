@@ -141,6 +141,17 @@ def test_variants_equal_the_oracle(
     check(workers, oracle, directory, WORLD[layout], layout, VARIANTS[name])
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=full)])
+@pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 1, 2), marks=full)], ids=str)
+def test_runs_near_the_oracle_in_half_precision(
+    workers: WorkerPool, oracle: Any, directory: Any, layout: tuple[int, int, int], precision: str
+) -> None:
+    case = Case(QWEN2, {"dora": True})
+    ranks = workers(2, moe.train, str(directory(QWEN2)), layout, case, precision=precision)
+    assert moe.losses(ranks) == pytest.approx(oracle(case)["losses"], rel=5e-3)
+    assert {weight.dtype for weight in ranks[0]["weights"].values()} == {torch.float32}
+
+
 # -- around training ------------------------------------------------------------------------------------------------
 
 

@@ -300,3 +300,23 @@ def _filtered(directory: str, out: str) -> None:
 
 def test_filter_and_strict(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
     workers(2, _filtered, str(tiny_llama), str(tmp_path / "state.ckpt"))
+
+
+def _microbatches(directory: str) -> list[int]:
+    strategy = MCoreTP()
+    f = runs.fabric(strategy)
+    model = runs.model_for_fabric(f, directory, "local", False)
+    model, optimizer = f.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[int] = []
+    before = strategy.engine.reducer.before_backward
+    strategy.engine.reducer.before_backward = lambda loss, tokens, accumulate, scale: (
+        seen.append(accumulate) or before(loss, tokens, accumulate, scale)
+    )
+    f.backward(runs.token_losses(model, tiny.tokens()[:2]).mean() / 2, microbatches=2)
+    optimizer.zero_grad()
+    f.backward(runs.token_losses(model, tiny.tokens()[:2]).sum(), num_tokens=2 * tiny.SEQUENCE)
+    return seen
+
+
+def test_auxiliary_losses_are_divided_as_the_loss_is(workers: WorkerPool, tiny_llama: Path) -> None:
+    assert workers(1, _microbatches, str(tiny_llama))[0] == [2, 1]
