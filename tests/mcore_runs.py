@@ -11,7 +11,7 @@ from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 from lightning_mcore_lora.strategy import seeding
 from lightning_mcore_lora.strategy.gradients import GradientReducer, global_grad_norm
 from lightning_mcore_lora.strategy.precision import Masters
-from tests import moe
+from tests import moe_runs
 
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 
@@ -170,7 +170,7 @@ def reduced_step(
     norm = global_grad_norm([p for p in model.parameters() if p.requires_grad]).item()
     reducer.close()  # its hooks would hold the model, and the model its groups
     adapted = {name: p for name, p in model.named_parameters() if ".lora." in name}
-    places = moe.places(adapted, parallel)
+    places = moe_runs.places(adapted, parallel)
     return {"loss": loss.item(), "gradients": gradients, "norm": norm, **places}
 
 

@@ -21,7 +21,8 @@ from lightning_mcore_lora.adapters.eligibility import (
     why_not_recomputed,
 )
 from lightning_mcore_lora.adapters.experts import factors_of_each
-from lightning_mcore_lora.adapters.layer import LoRAAdapter, Plan
+from lightning_mcore_lora.adapters.factors import Plan
+from lightning_mcore_lora.adapters.layer import LoRAAdapter
 from lightning_mcore_lora.adapters.matching import first_match, layer_of, matches, near_names
 from lightning_mcore_lora.adapters.placement import Factor, lookup
 from lightning_mcore_lora.adapters.producers import find_producer

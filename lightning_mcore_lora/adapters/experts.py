@@ -22,10 +22,10 @@ def factors_of_each(site: Site, layout: str, dora: bool) -> frozenset[str]:
     return EACH[layout][site.kind] | (frozenset(("magnitude",)) if dora else frozenset())
 
 
-def local_experts(site: Site) -> slice:
+def local_experts(site: Site) -> range:
     """Numbers, over all ranks, of the experts that this rank holds."""
     first = parallel_state.get_expert_model_parallel_rank() * site.experts
-    return slice(first, first + site.experts)
+    return range(first, first + site.experts)
 
 
 def shared_group(group: ProcessGroup | None) -> ProcessGroup:

@@ -1,6 +1,5 @@
 """Initial A: drawn whole, over the full input, the same on every rank and at every layout."""
 
-import sys
 import zlib
 from collections.abc import Callable
 
@@ -42,8 +41,8 @@ def initial_a(
     With ``each`` it is ``[experts, ...]``, of this rank's experts, each drawn by its number over all ranks.
     """
     if each:
-        numbers = range(*local_experts(site).indices(sys.maxsize))
-        return torch.stack([_whole(f"{site.name}.{number}", site, rank, init, seed, parts) for number in numbers])
+        names = [f"{site.name}.{number}" for number in local_experts(site)]
+        return torch.stack([_whole(name, site, rank, init, seed, parts) for name in names])
     return _whole(site.name, site, rank, init, seed, parts)
 
 

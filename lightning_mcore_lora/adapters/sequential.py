@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_mcore_lora.adapters.layer import Factors, LoRAAdapter
+from lightning_mcore_lora.adapters.factors import Factors
+from lightning_mcore_lora.adapters.layer import LoRAAdapter
 
 
 class SequentialAdapter(LoRAAdapter):

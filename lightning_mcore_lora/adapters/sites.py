@@ -158,7 +158,7 @@ def find_sites(model: nn.Module) -> Iterator[Site]:
                 found[name] = replace(found[name], linears=(*found[name].linears, linear))
                 continue
         above = [path.rsplit(".", i)[0] for i in range(1, path.count(".") + 1)] + ([""] if path else [])
-        weight = next((getattr(linear, name, None) for name in ("weight", "weight0")), None)
+        weight = getattr(linear, "weight0" if row.grouped else "weight", None)
         parents = tuple(modules[p] for p in above)
         found[name] = Site(name, (linear,), row, parents, weight if weight is not None else like, expert is not None)
     yield from found.values()

@@ -48,7 +48,7 @@ def test_exact(workers: WorkerPool, grouped: bool, world: int, layout: tuple[int
 
 
 def _mutated(mutation: str, layout: tuple[int, int, int], lora: dict[str, Any]) -> dict[str, float]:
-    from lightning_mcore_lora.adapters import apply, layer
+    from lightning_mcore_lora.adapters import apply, factors, layer
 
     with pytest.MonkeyPatch.context() as patch:
         row: Any = {
@@ -62,7 +62,7 @@ def _mutated(mutation: str, layout: tuple[int, int, int], lora: dict[str, Any]) 
             up = layer.up
             patch.setattr(layer, "up", lambda output, z, *rest: up(output, z.detach(), *rest))
         elif mutation == "shared factors not summed":
-            patch.setattr(layer, "shared_group", lambda group: group)
+            patch.setattr(factors, "shared_group", lambda group: group)
         elif mutation == "norms of this rank's features only":
             patch.setattr(dora.RowNorms, "__init__", norms_of_this_rank_only(dora.RowNorms.__init__))
         elif mutation == "streams not shared":

@@ -14,7 +14,7 @@ from lightning_mcore_lora.adapters.placement import Around, Middle, Placement
 from lightning_mcore_lora.strategy import gradients
 from lightning_mcore_lora.strategy.gradients import GradientReducer
 from lightning_mcore_lora.strategy.precision import Masters
-from tests import moe
+from tests import moe, moe_runs
 from tests.mcore_runs import fill_by_name, reduced_step, whole_gradients
 from tests.moe import TARGETS, Case, Model
 from tests.oracle import relative_error
@@ -63,18 +63,20 @@ def check(
 ) -> None:
     run = oracle(case, world // layout[0])
     assert run["gap"] > 1e-4, "no token hangs between two experts"
-    ranks = workers(world, moe.train, str(directory(case.model)), layout, case)
+    ranks = workers(world, moe_runs.train, str(directory(case.model)), layout, case)
     assert set(ranks[0]["weights"]) == set(run["weights"])
     for step, of_step in enumerate(run["gradients"]):
         for name, gradient in of_step.items():
-            value = moe.whole(ranks, [rank["gradients"][step][name] for rank in ranks], name)
+            value = moe_runs.whole(ranks, [rank["gradients"][step][name] for rank in ranks], name)
             assert relative_error(value, gradient) < GRADIENT_BOUND, (name, step)
     for name, weight in run["weights"].items():
-        assert relative_error(moe.whole(ranks, [rank["weights"][name] for rank in ranks], name), weight) < BOUND, name
+        assert relative_error(moe_runs.whole(ranks, [rank["weights"][name] for rank in ranks], name), weight) < BOUND, (
+            name
+        )
     for rank in ranks:
         assert rank["norms"] == pytest.approx(run["norms"], rel=BOUND)
-    assert moe.losses(ranks) == pytest.approx(run["losses"], rel=BOUND)
-    assert relative_error(moe.input_gradient(ranks, case), run["input_gradient"]) < GRADIENT_BOUND
+    assert moe_runs.losses(ranks) == pytest.approx(run["losses"], rel=BOUND)
+    assert relative_error(moe_runs.input_gradient(ranks, case), run["input_gradient"]) < GRADIENT_BOUND
 
 
 QUICK = {(2, (2, 1, 1), QWEN2), (2, (2, 1, 2), QWEN2), (4, (2, 2, 2), QWEN3)}
@@ -147,8 +149,8 @@ def test_runs_near_the_oracle_in_half_precision(
     workers: WorkerPool, oracle: Any, directory: Any, layout: tuple[int, int, int], precision: str
 ) -> None:
     case = Case(QWEN2, {"dora": True})
-    ranks = workers(2, moe.train, str(directory(QWEN2)), layout, case, precision=precision)
-    assert moe.losses(ranks) == pytest.approx(oracle(case)["losses"], rel=5e-3)
+    ranks = workers(2, moe_runs.train, str(directory(QWEN2)), layout, case, precision=precision)
+    assert moe_runs.losses(ranks) == pytest.approx(oracle(case)["losses"], rel=5e-3)
     assert {weight.dtype for weight in ranks[0]["weights"].values()} == {torch.float32}
 
 
@@ -168,8 +170,8 @@ def test_continues_bitwise(
     workers: WorkerPool, directory: Any, tmp_path: Path, world: int, layout: tuple[int, int, int], lora: dict[str, Any]
 ) -> None:
     model = str(directory(QWEN2))
-    straight = workers(world, moe.resume, model, layout, lora, str(tmp_path), None)
-    again = workers(world, moe.resume, model, layout, {**lora, "seed": 5}, None, str(tmp_path / "step=2.ckpt"))
+    straight = workers(world, moe_runs.resume, model, layout, lora, str(tmp_path), None)
+    again = workers(world, moe_runs.resume, model, layout, {**lora, "seed": 5}, None, str(tmp_path / "step=2.ckpt"))
     for (one, _), (other, _) in zip(straight, again, strict=True):
         assert one.keys() == other.keys()
         assert any("experts.linear_fc1.lora.a" in name for name in one)
@@ -260,7 +262,7 @@ def test_the_base_stays_as_it_was_loaded(workers: WorkerPool) -> None:
 
 
 def _mutated(mutation: str, directory: str, layout: tuple[int, int, int], case: Case) -> Any:
-    from lightning_mcore_lora.adapters import apply, layer
+    from lightning_mcore_lora.adapters import apply, factors
 
     with pytest.MonkeyPatch.context() as patch:
         if mutation == "z summed where outputs are":
@@ -273,10 +275,10 @@ def _mutated(mutation: str, directory: str, layout: tuple[int, int, int], case: 
 
             patch.setattr(apply, "lookup", summed)
         elif mutation == "reduced over the dense group":
-            patch.setattr(layer, "experts_are_apart", lambda: False)
+            patch.setattr(factors, "experts_are_apart", lambda: False)
         elif mutation == "auxiliary losses scaled by the router":
             patch.setattr(gradients, "TopKRouter", type(None))
-        return moe.train(directory, layout, case, 1)
+        return moe_runs.train(directory, layout, case, 1)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,7 @@ def test_mistake_is_caught(
     ranks = workers(2, _mutated, mutation, str(directory(case.model)), layout, case)
     worst = 0.0
     for key, gradient in oracle(case)["gradients"][0].items():
-        value = moe.whole(ranks, [rank["gradients"][0][key] for rank in ranks], key, strict=False)
+        value = moe_runs.whole(ranks, [rank["gradients"][0][key] for rank in ranks], key, strict=False)
         worst = max(worst, relative_error(value, gradient))
     assert worst > 10 * GRADIENT_BOUND
 
@@ -338,7 +340,7 @@ def _adapt(model: Any, parallel: Any) -> None:
     targets = ("experts.linear_fc1", "experts.linear_fc2")
     apply_lora(model, LoRAConfig(rank=moe.RANK, alpha=moe.ALPHA, target_modules=targets))
     for _, adapter in adapters(model):
-        adapter.load_full(*moe.whole_factors(adapter))
+        adapter.load_full(*moe_runs.whole_factors(adapter))
 
 
 @pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 1, 2), marks=full)], ids=str)
@@ -357,7 +359,7 @@ def test_any_routing(workers: WorkerPool, routing: str, layout: tuple[int, int, 
         gradient = torch.stack([weights[f"{head}.local_experts.{i}.{leaf}.weight"] for i in numbers])
         for name, expected in (("a", scale * b.mT @ gradient), ("b", scale * gradient @ a.mT)):
             key = f"{site}.lora.{name}"
-            value = moe.whole(ranks, [rank["gradients"][key][2] for rank in ranks], key)
+            value = moe_runs.whole(ranks, [rank["gradients"][key][2] for rank in ranks], key)
             assert relative_error(value, expected.double()) < GRADIENT_BOUND, key
             if routing == "experts without tokens":
                 assert (value.flatten(1).abs().max(1).values == 0).any(), "some expert's gradient is zero, and there"

@@ -231,14 +231,14 @@ def test_one_mask_for_every_rank_is_caught(workers: WorkerPool) -> None:
 
 
 def _initial(tp: int, mode: str, seed_by_rank: bool = False) -> Any:
-    from lightning_mcore_lora.adapters import layer
+    from lightning_mcore_lora.adapters import factors, layer
 
     with pytest.MonkeyPatch.context() as patch:
         if seed_by_rank:
-            original = layer.initial_a
+            original = factors.initial_a
             rank = torch.distributed.get_rank()
             patch.setattr(
-                layer, "initial_a", lambda site, width, init, seed, *rest: original(site, width, init, seed + rank)
+                factors, "initial_a", lambda site, width, init, seed, *rest: original(site, width, init, seed + rank)
             )
         patch.setattr(layer.LoRAAdapter, "load_full", lambda self, a, b, magnitude: None)
         found = {}

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_mcore_lora import LoRAConfig, apply_lora, remove_lora
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.adapters.config import DEFAULT_TARGETS
-from tests import moe
+from tests import moe_runs
 from tests.mcore_runs import moe_or_dense_model
 from tests.workers import WorkerError, WorkerPool
 
@@ -88,7 +88,7 @@ def _initial(layout: tuple[int, int, int], expert_adapters: str) -> dict[str, An
     model, parallel = model_at(layout)
     apply_lora(model, LoRAConfig(rank=8, target_modules=EXPERTS, expert_adapters=expert_adapters))
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    marks = moe.places({name: p for name, p in model.named_parameters() if p.requires_grad}, parallel)
+    marks = moe_runs.places({name: p for name, p in model.named_parameters() if p.requires_grad}, parallel)
     return {**marks, "values": trained}
 
 
@@ -98,7 +98,10 @@ def test_initial_factors_are_the_same_at_every_layout(workers: WorkerPool, exper
     for world, layout in ((2, (2, 1, 1)), (4, (2, 2, 2))):
         ranks = workers(world, _initial, layout, expert_adapters)
         for name, value in one.items():
-            assert torch.equal(moe.whole(ranks, [rank["values"][name] for rank in ranks], name), value), (layout, name)
+            assert torch.equal(moe_runs.whole(ranks, [rank["values"][name] for rank in ranks], name), value), (
+                layout,
+                name,
+            )
 
 
 def _comes_and_goes() -> None:
