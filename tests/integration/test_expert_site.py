@@ -114,7 +114,7 @@ def _costs(layout: tuple[int, int, int], grouped: bool) -> dict[str, dict[str, i
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
-@pytest.mark.parametrize(("world", "layout"), [(2, (2, 1, 2)), (4, (2, 2, 2))])
+@pytest.mark.parametrize(("world", "layout"), [(2, (2, 1, 2)), pytest.param(4, (2, 2, 2), marks=pytest.mark.full)])
 def test_no_activation_is_sent_and_predictions_hold(
     workers: WorkerPool, world: int, layout: tuple[int, int, int], grouped: bool
 ) -> None:

@@ -39,6 +39,7 @@ def test_equals_oracle_and_trainer(
         assert all(torch.equal(one["factors"][key], other["factors"][key]) for key in one["factors"])
 
 
+@pytest.mark.full
 def test_every_token_weighs_the_same(workers: WorkerPool, tiny_llama: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     mask = torch.rand(tiny.STEPS * tiny.SAMPLES_PER_STEP, tiny.SEQUENCE, generator=generator)

@@ -84,5 +84,6 @@ def _twice(directory: str) -> int:
     return again.global_step
 
 
+@pytest.mark.full
 def test_a_failure_that_was_caught_is_over(workers: WorkerPool, tiny_llama: Path) -> None:
     assert workers(2, _twice, str(tiny_llama)) == [3, 3]

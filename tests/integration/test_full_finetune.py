@@ -63,7 +63,7 @@ def oracle(directory: Path, tied: bool) -> dict[str, Any]:
     ("tp", "sp", "dp"),
     [
         (2, True, 2),
-        (3, True, 1),
+        pytest.param(3, True, 1, marks=pytest.mark.full),
         pytest.param(1, False, 2, marks=pytest.mark.full),
         pytest.param(2, False, 1, marks=pytest.mark.full),
     ],
@@ -159,7 +159,7 @@ def _train_moe(tp: int, ep: int, etp: int, out: str | None = None, ckpt: str | N
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, (2, 2, 1)),
+        pytest.param(4, (2, 2, 1), marks=pytest.mark.full),
         (4, (2, 2, 2)),
         pytest.param(2, (2, 1, 1), marks=pytest.mark.full),
         pytest.param(4, (1, 4, 1), marks=pytest.mark.full),

@@ -69,10 +69,10 @@ def _limited(directory: str, options: dict[str, Any]) -> tuple[int, int, int]:
     ("options", "expected"),  # steps, training batches, validation batches of this rank; 8 batches an epoch
     [
         ({"max_epochs": 1, "accumulate_grad_batches": 3}, (3, 8, 8)),
-        ({"max_steps": 3, "accumulate_grad_batches": 2}, (3, 6, 0)),
+        pytest.param({"max_steps": 3, "accumulate_grad_batches": 2}, (3, 6, 0), marks=pytest.mark.full),
         ({"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1}, (4, 4, 2)),
         ({"max_epochs": 1, "val_check_interval": 4, "limit_val_batches": 2}, (8, 8, 4)),
-        ({"max_epochs": 2, "overfit_batches": 2}, (4, 4, 4)),
+        pytest.param({"max_epochs": 2, "overfit_batches": 2}, (4, 4, 4), marks=pytest.mark.full),
         ({"fast_dev_run": 2}, (2, 2, 2)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -261,6 +261,7 @@ def _sampled(directory: str) -> list[list[int]]:
     return [module.seen["train"][:5], module.seen["train"][5:]]
 
 
+@pytest.mark.full
 def test_users_sampler_is_divided(workers: WorkerPool, tiny_llama: Path) -> None:
     ranks = workers(4, _sampled, str(tiny_llama))
     assert ranks[0] == ranks[1]

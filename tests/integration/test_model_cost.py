@@ -92,8 +92,12 @@ LORAS: dict[str, dict[str, Any]] = {
 }
 
 
+LAYOUTS = [(1, False), (2, False), (2, True), (3, True)]
+
+
 @pytest.mark.parametrize(
-    ("tp", "sequence"), [(1, False), (2, False), (2, True), pytest.param(3, True, marks=pytest.mark.full)]
+    ("tp", "sequence"),
+    [pytest.param(n, sp, marks=() if (n, sp) == (2, True) else pytest.mark.full) for n, sp in LAYOUTS],
 )
 def test_predicted_bytes_equal_the_counted(workers: WorkerPool, tp: int, sequence: bool) -> None:
     shape = {"num_attention_heads": 6, "vocab_size": 66} if tp == 3 else {}

@@ -50,8 +50,7 @@ def errors(gradients: list[list[Tensor]], weights: list[Tensor], exact: Run) -> 
     ("precision", "train"),
     [
         ("bf16-mixed", runs.train),
-        ("bf16-true", runs.train),
-        pytest.param("16-mixed", runs.train, marks=pytest.mark.full),
+        *(pytest.param(p, runs.train, marks=pytest.mark.full) for p in ("bf16-true", "16-mixed")),
         # On the CPU Fabric takes bf16-mixed for 16-mixed.
         *(pytest.param(p, runs.train_fabric, marks=pytest.mark.full) for p in ("bf16-mixed", "bf16-true")),
     ],
@@ -114,6 +113,7 @@ def _masters(directory: str, precision: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_small_steps_are_not_lost_to_rounding(workers: WorkerPool, tiny_llama: Path) -> None:
     exact = workers(2, _masters, str(tiny_llama), "32-true")
     for rank, reference in zip(workers(2, _masters, str(tiny_llama), "bf16-true"), exact, strict=True):

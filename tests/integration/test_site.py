@@ -17,7 +17,7 @@ SP, WHOLE, REMOVED = Around.SEQUENCE, Around.WHOLE, Around.REMOVED
 LAYOUTS = [
     (1, WHOLE),
     (2, WHOLE),
-    (2, SP),
+    pytest.param(2, SP, marks=pytest.mark.full),
     pytest.param(3, WHOLE, marks=pytest.mark.full),
     (3, SP),
     (2, REMOVED),

@@ -76,7 +76,10 @@ def _folded(target: str, tied: bool) -> dict[str, Any]:
     return {"loss": loss.item(), "gradients": gradients}
 
 
-@pytest.mark.parametrize(("target", "tied"), [("router", False), ("output_layer", False), ("output_layer", True)])
+@pytest.mark.parametrize(
+    ("target", "tied"),
+    [("router", False), ("output_layer", True), pytest.param("output_layer", False, marks=pytest.mark.full)],
+)
 def test_equals_the_folded_weight(workers: WorkerPool, target: str, tied: bool) -> None:
     expected = workers(1, _folded, target, tied)[0]
     for tp, mode in ((1, "local"), (2, "local"), (2, "gather")):
