@@ -57,7 +57,7 @@ class RouterStats:
         if not self._routers:
             return {}
         sizes, totals = self._losses()
-        loads = torch.stack(self._loads)
+        loads = torch.stack(self._loads).to(self._routers[0].weight.device)  # on the host until a forward
         flat = torch.cat([loads.flatten(), loads.new_tensor([self._forwards, *totals])])
         torch.distributed.all_reduce(flat)
         loads, (forwards, *sums) = flat[: loads.numel()].view_as(loads), flat[loads.numel() :].tolist()

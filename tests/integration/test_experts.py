@@ -111,6 +111,9 @@ VARIANTS = {
         QWEN3, {"target_modules": ("experts.linear_fc1",), "modules_to_save": ("router",)}, aux=(0.3, 0.02)
     ),
     "recompute": Case(QWEN3, config={"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "recompute of shared experts": Case(
+        QWEN2, config={"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}
+    ),
     "auxiliary losses": Case(QWEN3, aux=(0.3, 0.02)),
     "auxiliary losses, weighted": Case(QWEN3, aux=(0.3, 0.02), weighted=True),
     "auxiliary losses, weighted, per token": Case(

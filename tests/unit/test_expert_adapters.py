@@ -9,7 +9,7 @@ from torch import nn
 from lightning_mcore_lora import LoRAConfig, apply_lora, remove_lora
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.adapters.config import DEFAULT_TARGETS
-from tests import moe_runs
+from tests import expert_runs, moe_runs
 from tests.mcore_runs import moe_or_dense_model
 from tests.workers import WorkerError, WorkerPool
 
@@ -194,3 +194,16 @@ def _merged(layout: tuple[int, int, int]) -> float:
 @pytest.mark.parametrize(("world", "layout"), [(1, (1, 1, 1)), (2, (2, 1, 2))])
 def test_merged_weights_give_the_same(workers: WorkerPool, world: int, layout: tuple[int, int, int]) -> None:
     assert max(workers(world, _merged, layout)) < 1e-5
+
+
+def _dora_without_weights() -> None:
+    _, parallel = model_at((1, 1, 1))
+    model = expert_runs.build(parallel, grouped=True)
+    model.linear_fc1.weight = model.linear_fc1.weight0  # as moe_single_grouped_weight leaves it
+    del model.linear_fc1.weight0
+    apply_lora(model, LoRAConfig(rank=4, target_modules=["linear_fc1"], dora=True))
+
+
+def test_dora_needs_each_experts_weight(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"dora=True needs a weight at linear_fc1.*moe_single_grouped_weight"):
+        workers(1, _dora_without_weights)
