@@ -20,6 +20,7 @@ from lightning_mcore_lora.adapters import (
     remove_lora,
 )
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
+from lightning_mcore_lora.checkpoint import load_checkpoint
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
 from lightning_mcore_lora.strategy import MCoreTP
 from lightning_mcore_lora.strategy.routing import RouterStats
@@ -39,6 +40,7 @@ __all__ = [
     "build_gpt_model",
     "check_gradients",
     "generate",
+    "load_checkpoint",
     "load_hf_weights",
     "lora_plus_groups",
     "remove_lora",

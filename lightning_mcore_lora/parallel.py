@@ -214,6 +214,28 @@ class ParallelContext:
         )
         return context
 
+    @classmethod
+    def current(cls) -> "ParallelContext":
+        """The groups that exist, whoever made them.
+
+        Raises:
+            RuntimeError: If there are none.
+        """
+        if not parallel_state.model_parallel_is_initialized():
+            raise RuntimeError(
+                "there are no parallel groups: call this where the strategy has made them (configure_model; in Fabric "
+                "after launch()), or make them with ParallelContext.create(ParallelSizes(world_size, tensor=...))"
+            )
+        tensor = parallel_state.get_tensor_model_parallel_world_size()
+        return cls(
+            ParallelSizes(
+                torch.distributed.get_world_size(),
+                tensor,
+                expert=parallel_state.get_expert_model_parallel_world_size(),
+                expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
+            )
+        )
+
     def _matches(self) -> bool:
         return (
             parallel_state.get_tensor_model_parallel_world_size() == self.sizes.tensor

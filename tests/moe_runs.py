@@ -109,7 +109,7 @@ def resume(
     options = {"max_steps": 4, "enable_checkpointing": out is not None, "log_every_n_steps": 1}
     runner = trainer(strategy, None, callbacks=tuple(callbacks), **options)
     runner.fit(module, ckpt_path=ckpt)
-    saved = strategy.engine.saved(module.model)
+    saved = strategy.engine.tensors(module.model).trained
     logged = {name: value.item() for name, value in runner.callback_metrics.items() if name.startswith("router/")}
     return {name: p.detach().clone() for name, p in saved.items()}, logged
 

@@ -164,7 +164,7 @@ class FullModule(TinyModule):
         super().__init__(directory, random_factors=False)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        trained = self.trainer.strategy.engine.saved(self.model)
+        trained = self.trainer.strategy.engine.tensors(self.model).trained
         self.norms.append(global_grad_norm(trained.values()).item())
         self.gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
 
@@ -174,7 +174,7 @@ def train_full(directory: str, tp: int, sequence: bool, precision: str = "32-tru
     strategy = MCoreTP(tensor_parallel_size=tp, sequence_parallel=sequence)
     module = FullModule(directory)
     trainer(strategy, None, precision=precision).fit(module)
-    trained = strategy.engine.saved(module.model)
+    trained = strategy.engine.tensors(module.model).trained
     return {
         **places(trained, strategy.parallel),
         "norms": module.norms,

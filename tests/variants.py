@@ -132,7 +132,7 @@ def train(directory: str, tp: int, sequence: bool, variant: Variant, mode: str) 
     lora = LoRASPCallback(sequence_mode=mode, verbose=False, **settings)
     module = VariantModule(directory)
     trainer(strategy, None, callbacks=(lora,)).fit(module)
-    trained = strategy.engine.saved(module.model)
+    trained = strategy.engine.tensors(module.model).trained
     return {
         **places(trained, strategy.parallel),
         "norms": module.norms,
@@ -156,7 +156,7 @@ def resume(directory: str, lora: dict[str, Any], out: str | None, ckpt: str | No
     module = FullModule(directory)
     options = {"max_steps": 4, "enable_checkpointing": out is not None}
     trainer(strategy, None, callbacks=tuple(callbacks), **options).fit(module, ckpt_path=ckpt)
-    return {name: p.detach().clone() for name, p in strategy.engine.saved(module.model).items()}
+    return {name: p.detach().clone() for name, p in strategy.engine.tensors(module.model).trained.items()}
 
 
 class LoRAPlusModule(FullModule):

@@ -8,17 +8,14 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from lightning_mcore_lora.models.families import read_hf_config
+from lightning_mcore_lora.models.marks import mark_parameters
 from lightning_mcore_lora.models.norms import SequenceParallelNorm
 from lightning_mcore_lora.models.routers import keep_from_autocast
-from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes, experts_are_apart
-
-_SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 
 
 def build_gpt_model(
@@ -83,7 +80,8 @@ def build_gpt_model(
         position_embedding_type="rope",
         rotary_base=rotary_base,
     )
-    _mark_parameters(model, config)
+    model.base_name = None if isinstance(source, TransformerConfig) else Path(source).resolve().name
+    mark_parameters(model)
     keep_from_autocast(model)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)
     return model
@@ -110,24 +108,6 @@ def _config_for(sizes: ParallelSizes, fields: dict[str, Any], use_te: bool) -> T
             "persist_layer_norm": False,
         }
     return TransformerConfig(**fields)
-
-
-def _mark_parameters(model: torch.nn.Module, config: TransformerConfig) -> None:
-    """Complete Megatron-Core's marks on weights, by which gradients are reduced and counted, and shards are saved.
-
-    Sharded weights are marked only where Megatron-Core initialises them. Gate and up are sharded each.
-    """
-    for name, module in model.named_modules():
-        for cls, dim in _SHARDED_DIM.items():
-            weight = getattr(module, "weight", None)
-            if isinstance(module, cls) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(weight, True, dim, 1)
-            if name.endswith("linear_fc1") and config.gated_linear_unit and isinstance(module, cls):
-                for parameter in module.parameters(recurse=False):
-                    parameter.partition_stride = 2
-        if "experts" in name.split("."):
-            for parameter in module.parameters(recurse=False):
-                parameter.allreduce = not experts_are_apart()
 
 
 def _with_sequence_parallel_norms(spec: Any) -> Any:

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore_lora import cpu_backend
 from lightning_mcore_lora.adapters import adapters
-from lightning_mcore_lora.checkpoint import Loaded, check_can_save, load_checkpoint, save_checkpoint
+from lightning_mcore_lora.checkpoint import content, place
+from lightning_mcore_lora.checkpoint.process_state import Origin, ProcessState
+from lightning_mcore_lora.checkpoint.tensors import Tensors, check_can_save, tensors_of
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 from lightning_mcore_lora.strategy import agreement, seeding
 from lightning_mcore_lora.strategy.environment import cuda_defaults
@@ -60,6 +62,7 @@ class Engine:
         expert_tensor_parallel_size: ETP; ``None`` is TP.
         timeout: How long a collective may take before it fails.
         peer_timeout: How long another process may show no sign of life.
+        save_base_weights: Whether checkpoints hold the frozen base too.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class Engine:
         expert_tensor_parallel_size: int | None,
         timeout: timedelta,
         peer_timeout: timedelta,
+        save_base_weights: bool = False,
     ) -> None:
+        self._save_base_weights = save_base_weights
         self._tensor = tensor_parallel_size
         self._sequence_parallel = sequence_parallel
         self._expert = expert_parallel_size
@@ -82,7 +87,7 @@ class Engine:
         self.masters = Masters()
         self.peers: PeerWatch | None = None
         self._transforms: list[Callable[[nn.Module], None]] = []
-        self._random_state: dict[str, Any] | None = None
+        self._to_continue: tuple[ProcessState, Origin] | None = None
         self._patched = False
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -202,9 +207,9 @@ class Engine:
         if self.reducer is not None:
             self.reducer.adopt(optimizer)
 
-    def saved(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Name to what is saved: each trainable parameter or its float32 master, and frozen factors of adapters."""
-        return {name: self.masters.of(p) for name, p in _saved_parameters(module).items()}
+    def tensors(self, module: nn.Module) -> Tensors:
+        """What there is to save: each trainable parameter or its float32 master, frozen factors of adapters, ..."""
+        return tensors_of(module, self.masters.of)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -290,39 +295,58 @@ class Engine:
         self,
         path: str | Path,
         rest: dict[str, Any],
-        weights: dict[str, nn.Parameter],
+        tensors: Tensors,
         optimizers: Sequence[Optimizer],
         loaders: Sequence[ResumableLoader],
+        step: int | None = None,
         left_out: Collection[str] = (),
     ) -> None:
-        """Write a checkpoint directory; see :func:`lightning_mcore_lora.checkpoint.save_checkpoint`."""
+        """Write a checkpoint directory; see :func:`lightning_mcore_lora.checkpoint.content.save`."""
         assert self.parallel is not None
-        state = {"now": seeding.get_random_state(), "epochs": [loader.epoch_start for loader in loaders]}
-        save_checkpoint(path, rest, weights, optimizers, self.parallel, state, left_out)
+        process = ProcessState(seeding.get_random_state(), [loader.epoch_start for loader in loaders])
+        content.save(
+            path,
+            tensors,
+            rest,
+            optimizers,
+            self.parallel,
+            process,
+            step=step,
+            everything=self._save_base_weights,
+            left_out=left_out,
+        )
 
     def load(
-        self, path: str | Path, weights: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], strict: bool = True
-    ) -> Loaded:
+        self, path: str | Path, tensors: Tensors, optimizers: Sequence[Optimizer], strict: bool = True
+    ) -> content.Loaded:
         """Read a checkpoint directory; if it is to continue, :meth:`continue_streams` sets its random streams."""
         assert self.parallel is not None
-        loaded = load_checkpoint(path, weights, optimizers, self.parallel, strict)
-        self._random_state = loaded.random_state if optimizers else None
+        loaded = content.load(path, tensors, optimizers, self.parallel, strict)
+        self._to_continue = None if loaded.process is None else (loaded.process, loaded.origin)
         return loaded
 
     def load_weights(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Set trainable parameters and their masters."""
-        self.masters.load(_saved_parameters(module), weights)
+        """Set trainable parameters, their masters, and buffers."""
+        buffers = dict(module.named_buffers())
+        trained = {name: value for name, value in weights.items() if name not in buffers}
+        self.masters.load(dict(module.named_parameters()), trained)
+        with torch.no_grad():
+            for name in weights.keys() & buffers.keys():
+                buffers[name].copy_(weights[name])
 
-    def continue_streams(self, loaders: Sequence[ResumableLoader]) -> None:
-        """Set the random streams of a loaded checkpoint, once."""
-        if self._random_state is None:
-            return
-        seeding.set_random_state(self._random_state["now"])
-        for loader, epoch_start in zip(loaders, self._random_state["epochs"], strict=False):
-            loader.epoch_start = epoch_start
-        self._random_state = None
+    def continue_streams(self, loaders: Sequence[ResumableLoader]) -> bool:
+        """Set the random streams of a loaded checkpoint, once; returns whether there was one to continue from."""
+        if self._to_continue is None:
+            return False
+        (process, origin), self._to_continue = self._to_continue, None
+        assert self.parallel is not None
+        seeding.continue_from(process.random, origin, self.parallel)
+        for loader, epoch_start in zip(loaders, process.epochs, strict=False):
+            loader.epoch_start = epoch_start if origin.shared else None
+        return True
 
-
-def _saved_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    factors = {id(p) for _, adapter in adapters(module) for p in adapter.parameters()}
-    return {name: p for name, p in module.named_parameters() if p.requires_grad or id(p) in factors}
+    def remove(self, path: str | Path) -> None:
+        """Delete a checkpoint."""
+        assert self.parallel is not None
+        if self.parallel.global_rank == 0:
+            place.remove(Path(path))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_mcore_lora.checkpoint.errors import CheckpointError
 from lightning_mcore_lora.strategy import launchers
 from lightning_mcore_lora.strategy.engine import Engine
 from lightning_mcore_lora.strategy.loaders import CountingLoader, ResumableLoader
@@ -99,7 +100,11 @@ class FabricFace(Processes, ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: DataLoader) -> Any:
         self.engine.share_out(dataloader)
-        return dataloader if hasattr(dataloader, "state_dict") else CountingLoader(dataloader, self.root_device)
+        return (
+            dataloader
+            if hasattr(dataloader, "state_dict")
+            else CountingLoader(dataloader, self.root_device, self.parallel.sizes.data)
+        )
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -173,8 +178,8 @@ class FabricFace(Processes, ParallelStrategy):
         keep = filter or {}
         if keep.keys() & optimizers.keys():
             raise NotImplementedError("filter: an optimizer is saved whole or not at all; leave it out of the state")
-        weights = {} if model is None else self.engine.saved(state[model])
-        left_out = {name for name, p in weights.items() if model in keep and not keep[model](name, p)}
+        tensors = self.engine.tensors(nn.Module() if model is None else state[model])
+        left_out = {name for name, p in tensors.all.items() if model in keep and not keep[model](name, p)}
         values = {}
         for key, value in state.items():
             if not isinstance(value, nn.Module | Optimizer):
@@ -183,7 +188,7 @@ class FabricFace(Processes, ParallelStrategy):
                     values[key] = {name: item for name, item in values[key].items() if keep[key](name, item)}
         scaler = self.precision.state_dict()
         rest = {"values": values, "model": model, "optimizers": list(optimizers), "precision": scaler}
-        self.engine.save(str(path), rest, weights, list(optimizers.values()), list(loaders.values()), left_out)
+        self.engine.save(str(path), rest, tensors, list(optimizers.values()), list(loaders.values()), left_out=left_out)
 
     @override
     def load_checkpoint(
@@ -195,11 +200,15 @@ class FabricFace(Processes, ParallelStrategy):
                 "with the model (and the optimizer), or a model to fabric.load_raw"
             )
         if isinstance(state, nn.Module):
-            self.engine.load_weights(state, self.engine.load(str(path), self.engine.saved(state), [], strict).weights)
+            self.engine.load_weights(state, self.engine.load(str(path), self.engine.tensors(state), [], strict).weights)
             return {}
         model, optimizers, loaders = self._split(state)
-        weights = {} if model is None else self.engine.saved(state[model])
-        loaded = self.engine.load(str(path), weights, list(optimizers.values()), strict and model is not None)
+        tensors = self.engine.tensors(nn.Module() if model is None else state[model])
+        loaded = self.engine.load(str(path), tensors, list(optimizers.values()), strict and model is not None)
+        if "values" not in loaded.rest:
+            raise CheckpointError(
+                f"{path} was not written by Fabric: its weights can be read by fabric.load_raw(path, model)"
+            )
         values = loaded.rest["values"]
         saved = {*values, *loaded.rest["optimizers"], *([loaded.rest["model"]] if loaded.rest["model"] else [])}
         frozen = {key for key, value in state.items() if isinstance(value, nn.Module) and key != model}

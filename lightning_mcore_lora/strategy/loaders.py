@@ -133,22 +133,26 @@ class ResumableLoader(EvenLoader):
 
     After a restart the batches that were consumed are drawn again, from the random state in which the epoch began, and
     dropped; then the random state of the checkpoint is put back. Order, augmentation and every later draw continue as
-    if nothing had happened, with any dataset and sampler; the price is reading the consumed part of one epoch.
+    if nothing had happened, with any dataset and sampler; the price is reading the consumed part of one epoch. At
+    another data-parallel or batch size it continues after the same samples.
 
     Args:
         loader: The loader.
         device: See :class:`EvenLoader`.
         consumed: Tells how many batches of the current epoch have been used.
+        replicas: Data-parallel size.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device, consumed: Callable[[], int]) -> None:
+    def __init__(self, loader: DataLoader, device: torch.device, consumed: Callable[[], int], replicas: int) -> None:
         super().__init__(loader, device)
         self._consumed = consumed
-        self._skip = 0
+        # Of a batch sampler of the user's nobody knows how many samples make a batch.
+        self._unit = (loader.batch_size or 1) * replicas
+        self.skip = 0
         self.epoch_start: dict[str, Any] | None = None  # random state in which the current epoch began
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
+        skip, self.skip = self.skip, 0
         if not skip:
             self.epoch_start = seeding.get_random_state()
             yield from self._together(iter(self._loader))
@@ -163,32 +167,38 @@ class ResumableLoader(EvenLoader):
         yield from self._together(iterator)
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the epoch."""
-        return {"batches": self._consumed()}
+        """Position in the epoch: samples (of a batch sampler, batches) that all replicas together have read."""
+        batches = self._consumed()
+        return {"samples": 0 if batches == self._length() else batches * self._unit}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a position; at an epoch's end that is the start of the next."""
-        self._skip = state["batches"]
-        try:
-            self._skip %= max(1, len(self))
-        except TypeError:  # an iterable dataset without a length
-            return
+        """Continue from a position; at an epoch's end that is the start of the next.
+
+        Raises:
+            ValueError: If batches of this size do not end there.
+        """
+        self.skip, rest = divmod(state["samples"], self._unit)
+        if rest:
+            raise ValueError(
+                f"{state['samples']} samples of the epoch were read, and {self._unit} are read at once now (batch_size "
+                "x data-parallel size): choose a batch_size that divides them, or resume at the epoch's start"
+            )
 
 
 class CountingLoader(ResumableLoader):
     """Counts its batches and epochs itself, where no trainer does; put it into the state that Fabric saves."""
 
-    def __init__(self, loader: DataLoader, device: torch.device) -> None:
-        super().__init__(loader, device, lambda: self._batches)
+    def __init__(self, loader: DataLoader, device: torch.device, replicas: int) -> None:
+        super().__init__(loader, device, lambda: self._batches, replicas)
         # Fabric copies attributes from here; it asks for none.
         self.__dict__.update({name: value for name, value in vars(loader).items() if not name.startswith("_")})
         self._batches = 0
         self._epoch = -1
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._skip:
+        if not self.skip:
             self._epoch += 1
-        self._batches = self._skip
+        self._batches = self.skip
         _set_sampler_epoch(self._loader, self._epoch)  # Fabric counts from zero again after a restart
         for batch in super().__iter__():
             self._batches += 1

@@ -53,6 +53,7 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
         expert_tensor_parallel_size: Processes among which one expert is split (ETP). ``None`` is TP.
         timeout: How long a collective may take before it fails.
         peer_timeout: How long another process may show no sign of life before this one ends too.
+        save_base_weights: Whether checkpoints hold the frozen base too; they are complete then, and as large as it.
         start_method: ``"popen"`` runs the script once per device; ``"spawn"`` starts processes for one call.
         accelerator: Set by Lightning.
         parallel_devices: Set by Lightning.
@@ -74,6 +75,7 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
         expert_tensor_parallel_size: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         peer_timeout: timedelta = timedelta(minutes=5),
+        save_base_weights: bool = False,
         start_method: str = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -99,6 +101,7 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
             expert_tensor_parallel_size,
             timeout,
             peer_timeout,
+            save_base_weights,
         )
         self._backward_sync_control = NoSync(self.engine)
         self._num_nodes = 1

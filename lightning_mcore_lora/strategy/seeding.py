@@ -1,5 +1,6 @@
 """Random streams: equal where peers see the same tokens, different where they do not."""
 
+import hashlib
 import os
 import random
 from typing import Any, cast
@@ -8,9 +9,11 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
 
+from lightning_mcore_lora.checkpoint.process_state import Origin
 from lightning_mcore_lora.parallel import ParallelContext
 
 DEFAULT_SEED = 42
+_DATA_PARALLEL = mcore_random._DATA_PARALLEL_RNG_TRACKER_NAME
 _APART = 1_000_003  # more than the offsets that Megatron-Core adds for its streams
 
 
@@ -58,3 +61,23 @@ def set_random_state(states: dict[str, Any]) -> None:
     mcore_random.get_cuda_rng_tracker().set_states(dict(states["mcore"]))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def continue_from(states: dict[str, Any], origin: Origin, parallel: ParallelContext) -> None:
+    """Put a checkpoint's streams back, as far as they have a meaning at this layout; the others begin anew.
+
+    A new beginning is the same on every tensor-parallel peer, and another at every step.
+
+    Args:
+        states: What :func:`get_random_state` gave on the rank that saved them.
+        origin: Which of them continue.
+        parallel: The layout.
+    """
+    if origin.shared and origin.own:
+        set_random_state(states)
+        return
+    digest = hashlib.sha256(states["torch"].numpy().tobytes()).digest()
+    _seed(int.from_bytes(digest[:4], "little") + _APART * parallel.dp_rank)
+    if origin.shared:
+        sharded = {k: v for k, v in mcore_random.get_cuda_rng_tracker().get_states().items() if k != _DATA_PARALLEL}
+        set_random_state(states | {"mcore": states["mcore"] | sharded})

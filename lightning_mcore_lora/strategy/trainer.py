@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_mcore_lora.checkpoint.errors import CheckpointError
 from lightning_mcore_lora.strategy import launchers
 from lightning_mcore_lora.strategy.engine import REFUSED_OPTIMIZERS
 from lightning_mcore_lora.strategy.loaders import ResumableLoader
@@ -28,6 +29,7 @@ from lightning_mcore_lora.strategy.precision import (
     loss_scale,
 )
 from lightning_mcore_lora.strategy.processes import Processes
+from lightning_mcore_lora.strategy.progress import align, reopen_epoch
 
 _COPIES = "it copies the whole model, frozen base and process groups included; average adapter checkpoints instead"
 #: Callbacks of Lightning's that do not fit, and why.
@@ -154,7 +156,7 @@ class TrainerFace(Processes, ParallelStrategy):
         if hasattr(dataloader, "state_dict"):
             return dataloader
         consumed = lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready  # noqa: E731
-        return ResumableLoader(dataloader, self.root_device, consumed)
+        return ResumableLoader(dataloader, self.root_device, consumed, self.parallel.sizes.data)
 
     def _training_loaders(self) -> list[ResumableLoader]:
         assert self.lightning_module is not None
@@ -232,7 +234,8 @@ class TrainerFace(Processes, ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return {name: p.detach() for name, p in self.engine.saved(self.lightning_module).items()}
+        tensors = self.engine.tensors(self.lightning_module)
+        return {name: value.detach() for name, value in {**tensors.buffers, **tensors.trained}.items()}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
@@ -241,15 +244,25 @@ class TrainerFace(Processes, ParallelStrategy):
         assert self.lightning_module is not None
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         optimizers = self._plain_optimizers() if "optimizer_states" in checkpoint else []
-        weights = self.engine.saved(self.lightning_module)
-        self.engine.save(str(filepath), rest, weights, optimizers, self._training_loaders())
+        tensors = self.engine.tensors(self.lightning_module)
+        left_out = (tensors.trained.keys() | tensors.buffers.keys()) - checkpoint["state_dict"].keys()  # by a hook
+        step, loaders = checkpoint["global_step"], self._training_loaders()
+        self.engine.save(str(filepath), rest, tensors, optimizers, loaders, step, left_out)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        resumes = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        assert module is not None
+        resumes = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._plain_optimizers() if resumes else []  # an earlier fit may have left some
-        loaded = self.engine.load(str(checkpoint_path), self.engine.saved(self.lightning_module), optimizers)
+        tensors = self.engine.tensors(module)
+        loaded = self.engine.load(str(checkpoint_path), tensors, optimizers, module.strict_loading)
+        if "loops" not in loaded.rest:
+            raise CheckpointError(
+                f"{checkpoint_path} was not written by a Trainer: its weights can be read by load_checkpoint(model, "
+                "path), its optimizer by the loop that saved it"
+            )
+        reopen_epoch(loaded.rest["loops"]["fit_loop"])
         checkpoint = loaded.rest | {"state_dict": loaded.weights}
         if loaded.optimizer_states:  # without, the Trainer says that only weights were saved
             checkpoint["optimizer_states"] = loaded.optimizer_states
@@ -260,10 +273,18 @@ class TrainerFace(Processes, ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # The checkpoint's names were compared with the trainable parameters; frozen weights are absent by design.
+        # The checkpoint's names were compared with the module's; frozen weights may be absent by design.
         assert self.lightning_module is not None
         self.engine.load_weights(self.lightning_module, checkpoint["state_dict"])
 
     @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self.engine.remove(str(filepath))
+
+    @override
     def on_train_start(self) -> None:
-        self.engine.continue_streams(self._training_loaders())
+        assert self.lightning_module is not None
+        trainer, loaders = self.lightning_module.trainer, self._training_loaders()
+        if self.engine.continue_streams(loaders):
+            automatic = self.lightning_module.automatic_optimization
+            align(trainer.fit_loop.epoch_loop, loaders, trainer.accumulate_grad_batches if automatic else 1)

@@ -98,11 +98,14 @@ def test_checkpoint_holds_whole_factors(
                 keys.remove(f"{prefix}.b")
     assert not keys, "only adapters are saved"
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["format_version"] == 1
-    assert manifest["layout"]["tensor_parallel_size"] == tp
+    assert manifest["format_version"] == 2
+    assert manifest["layout"]["tensor"] == tp
+    assert manifest["lora"]["alpha"] == tiny.ALPHA
+    assert manifest["base"]["name"] == tiny_llama.name
+    assert {path.name for path in out.iterdir()} == {"manifest.json", *manifest["files"]}
 
 
-def _resume(directory: str, out: str, tp: int, targets: tuple[str, ...]) -> None:
+def _resume(directory: str, out: str, tp: int, targets: tuple[str, ...], alpha: float = tiny.ALPHA) -> None:
     import lightning.pytorch as pl
 
     from lightning_mcore_lora import LoRASPCallback, MCoreTP
@@ -111,7 +114,7 @@ def _resume(directory: str, out: str, tp: int, targets: tuple[str, ...]) -> None
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
         strategy=MCoreTP(tensor_parallel_size=tp),
-        callbacks=[LoRASPCallback(rank=tiny.RANK, target_modules=targets, verbose=False)],
+        callbacks=[LoRASPCallback(rank=tiny.RANK, alpha=alpha, target_modules=targets, verbose=False)],
         max_steps=2,
         logger=False,
         enable_checkpointing=False,
@@ -123,8 +126,8 @@ def _resume(directory: str, out: str, tp: int, targets: tuple[str, ...]) -> None
 def test_what_does_not_fit_is_refused(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapter.ckpt"
     workers(2, _save, str(tiny_llama), str(out), 2, "local")
-    with pytest.raises(WorkerError, match="resume at the same layout"):
-        workers(1, _resume, str(tiny_llama), str(out), 1, tiny.SITES)
+    with pytest.raises(WorkerError, match=r"alpha=32.0 in LoRAConfig, saved with 18.0"):
+        workers(2, _resume, str(tiny_llama), str(out), 2, tiny.SITES, alpha=32.0)
     with pytest.raises(WorkerError, match=r"unexpected there: \['model.decoder.layers.0.mlp.linear_fc1.lora.a'"):
         workers(2, _resume, str(tiny_llama), str(out), 2, ("linear_qkv",))
     workers(2, _save, str(tiny_llama), str(tmp_path / "weights.ckpt"), 2, "local", weights_only=True)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor
-from lightning_mcore_lora.checkpoint import check_can_save
+from lightning_mcore_lora.checkpoint.tensors import check_can_save
 from lightning_mcore_lora.strategy.loaders import ResumableLoader
 from lightning_mcore_lora.strategy.seeding import get_random_state, set_random_state
 from tests import runs, tiny
@@ -180,7 +180,7 @@ class Noisy(torch.utils.data.Dataset):
 
 def test_resumable_loader_continues_order_and_draws() -> None:
     torch.manual_seed(1)
-    loader = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), CPU, lambda: 3)
+    loader = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), CPU, lambda: 3, 1)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
@@ -189,7 +189,7 @@ def test_resumable_loader_continues_order_and_draws() -> None:
     straight = [batch.item() for batch in iterator], torch.rand(()).item()
 
     torch.manual_seed(99)  # another process
-    other = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), CPU, lambda: 0)
+    other = ResumableLoader(DataLoader(Noisy(), batch_size=1, shuffle=True), CPU, lambda: 0, 1)
     other.load_state_dict(place)
     other.epoch_start = start
     set_random_state(now)
@@ -197,13 +197,24 @@ def test_resumable_loader_continues_order_and_draws() -> None:
 
 
 def test_resumable_loader_at_an_epochs_end() -> None:
-    loader = ResumableLoader(DataLoader(Noisy(), batch_size=4), CPU, lambda: 2)
-    loader.load_state_dict({"batches": 2})
+    position = {"consumed": 2}
+    loader = ResumableLoader(DataLoader(Noisy(), batch_size=4), CPU, lambda: position["consumed"], 1)
+    loader.load_state_dict(loader.state_dict())
     assert len(list(loader)) == 2, "the next epoch begins whole"
-    loader.load_state_dict({"batches": 1})
+    position["consumed"] = 1
+    loader.load_state_dict(loader.state_dict())
     assert len(list(loader)) == 1
     assert len(list(loader)) == 2
     assert (loader.batch_size, len(loader)) == (4, 2)
+
+
+def test_resumable_loader_continues_after_the_same_samples() -> None:
+    saved = ResumableLoader(DataLoader(Noisy(), batch_size=1), CPU, lambda: 3, 2).state_dict()
+    other = ResumableLoader(DataLoader(Noisy(), batch_size=2), CPU, lambda: 0, 1)
+    other.load_state_dict(saved)
+    assert other.skip == 3, "three batches on two replicas are six samples"
+    with pytest.raises(ValueError, match=r"6 samples of the epoch were read, and 4 are read at once now"):
+        ResumableLoader(DataLoader(Noisy(), batch_size=4), CPU, lambda: 0, 1).load_state_dict(saved)
 
 
 # -- refused -------------------------------------------------------------------------------------------------
@@ -311,7 +322,7 @@ def _validate_from(directory: str, out: str) -> tuple[float, float, bool, list[f
     other = runs.trainer(MCoreTP(tensor_parallel_size=2), "local", **options)
     fresh = Module(directory)
     loaded = other.validate(fresh, ckpt_path=out, verbose=False)[0]["val_mean"]
-    kept = other.strategy.engine._random_state is not None
+    kept = other.strategy.engine._to_continue is not None
     other.fit(fresh)
     return trained, loaded, kept, [module.draws["default"], fresh.draws["default"]]
 

@@ -1,0 +1,341 @@
+"""Save and load what a run is made of: weights, optimizers, random streams, and plain data.
+
+A checkpoint is a directory of Megatron-Core's ``dist_checkpointing`` with whole logical tensors in it, so that it can
+be read at any tensor-, expert-, expert-tensor- and data-parallel size:
+
+=================  ==================================================================================================
+``*.distcp``       each rank's parts of ``model.<name>``, ``optimizer.<i>.<state>.<name>`` and ``process``
+``.metadata``      which part lies where
+``metadata.json``  Megatron-Core's: which format that is
+``common.pt``      what all ranks share: ``rest``, and of each optimizer its settings and single numbers
+``manifest.json``  see :mod:`lightning_mcore_lora.checkpoint.manifest`
+=================  ==================================================================================================
+"""
+
+import io
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from lightning_mcore_lora.checkpoint import manifest as manifests
+from lightning_mcore_lora.checkpoint import place, process_state, sharded_io
+from lightning_mcore_lora.checkpoint.errors import CheckpointError, together
+from lightning_mcore_lora.checkpoint.manifest import Manifest
+from lightning_mcore_lora.checkpoint.optimizer_state import (
+    OptimizerState,
+    check,
+    in_common,
+    names_of,
+    of_all_ranks,
+    put_together,
+    take_apart,
+)
+from lightning_mcore_lora.checkpoint.process_state import ProcessState
+from lightning_mcore_lora.checkpoint.shards import Shards, by_key, of_any_expert, row
+from lightning_mcore_lora.checkpoint.tensors import Tensors
+from lightning_mcore_lora.parallel import ParallelContext
+
+_COMMON = "common.pt"
+_MODEL = "model"
+
+
+def _optimizer(index: int, state: str) -> str:
+    return f"optimizer.{index}.{state}"
+
+
+@dataclass
+class Loaded:
+    """What a checkpoint held.
+
+    Args:
+        manifest: What it says about itself.
+        rest: What was saved beside the tensors.
+        weights: Name to this rank's value of what is trained, in float32, and of buffers.
+        optimizer_states: A ``state_dict`` of each optimizer; empty if none was saved, or asked for.
+        process: This process's random streams; ``None`` if no optimizer was asked for.
+        origin: Whose they were.
+    """
+
+    manifest: Manifest
+    rest: dict[str, Any]
+    weights: dict[str, Tensor]
+    optimizer_states: list[dict[str, Any]]
+    process: ProcessState | None
+    origin: process_state.Origin
+
+
+def save(
+    path: str | Path,
+    tensors: Tensors,
+    rest: dict[str, Any],
+    optimizers: Sequence[Optimizer],
+    parallel: ParallelContext,
+    process: ProcessState,
+    *,
+    step: int | None = None,
+    everything: bool = False,
+    left_out: Collection[str] = (),
+) -> None:
+    """Write a checkpoint directory. A collective over all processes.
+
+    It is written beside its place and moved there when complete.
+
+    Args:
+        path: The directory to make; an existing one is replaced.
+        tensors: What there is to save: what is trained in float32, buffers, and with ``everything`` the frozen base.
+        rest: Plain data, the same on every rank; saved by rank zero.
+        optimizers: Optimizers of what is trained; none to save weights only.
+        parallel: The layout.
+        process: What this rank keeps for itself; gets what the optimizers keep.
+        step: Optimizer step, for the manifest.
+        everything: Whether to save the frozen base too.
+        left_out: Names that are not saved.
+
+    Raises:
+        CheckpointError: On every rank, if the directory cannot be written; one that was there is left as it is.
+    """
+    path = Path(path).absolute()
+    what = f"cannot write {path}"
+    try:
+        with together(what):
+            if parallel.global_rank == 0:
+                place.begin(path)
+        beside = place.partial(path)
+        files = _write(beside, what, tensors, rest, optimizers, parallel, process, everything, left_out)
+        with together(what):
+            if parallel.global_rank == 0:
+                missing = [name for name in files if not (beside / name).is_file()]
+                if missing:
+                    raise CheckpointError(f"rank 0 does not see {missing[:3]}: all nodes must share the directory")
+                manifests.describe(tensors.module, parallel, step, everything, bool(optimizers), files).write(beside)
+                place.sync(beside / manifests.NAME)
+                place.commit(path)
+    except CheckpointError:
+        if parallel.global_rank == 0:
+            place.remove(place.partial(path))  # a full disk has room again
+        raise
+
+
+def _write(
+    beside: Path,
+    what: str,
+    tensors: Tensors,
+    rest: dict[str, Any],
+    optimizers: Sequence[Optimizer],
+    parallel: ParallelContext,
+    process: ProcessState,
+    everything: bool,
+    left_out: Collection[str],
+) -> dict[str, dict[str, int | str]]:
+    """Everything but the manifest; returns the sums of the files."""
+    shards = Shards(tensors.all, parallel)
+    held = {**tensors.trained, **tensors.buffers, **(tensors.frozen if everything else {})}
+    parts = list(shards.parts(_MODEL, {name: value for name, value in held.items() if name not in left_out}))
+    states = [take_apart(optimizer, tensors.trained, shards) for optimizer in optimizers]
+    for i, state in enumerate(states):
+        for key, values in state.like.items():
+            parts += shards.parts(_optimizer(i, key), values)
+    process.states = [state.own for state in states]
+    parts.append(row(process_state.KEY, process_state.pack(process), parallel.global_rank, parallel.sizes.world_size))
+    shared: list[Any] = [None] * parallel.sizes.world_size
+    torch.distributed.all_gather_object(shared, [in_common(*pair, shards) for pair in zip(optimizers, states)])
+    with together(what):
+        if parallel.global_rank == 0:
+            common = {"rest": rest, "optimizers": [of_all_ranks(list(ranks)) for ranks in zip(*shared, strict=True)]}
+            _check_plain(common)
+            torch.save(common, beside / _COMMON)
+    sharded_io.write(by_key(parts), beside, what)
+    mine: dict[str, dict[str, int | str]] = {}
+    with together(what):
+        if parallel.global_rank == 0:
+            sharded_io.write_config(beside)
+        for file in sorted(beside.glob("*")):
+            if _belongs_to(file.name, parallel.global_rank):
+                place.sync(file)
+                mine[file.name] = place.checksum(file)
+    everyone: list[Any] = [None] * parallel.sizes.world_size
+    torch.distributed.all_gather_object(everyone, mine)
+    return {name: entry for sums in everyone for name, entry in sums.items()}
+
+
+def _belongs_to(file: str, rank: int) -> bool:
+    return file.startswith(f"__{rank}_") or (rank == 0 and not file.startswith("__"))
+
+
+def _check_plain(common: dict[str, Any]) -> None:
+    """Find out now, and not on resuming, what cannot be read without running code.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
+    try:
+        _round_trip(common)
+    except Exception as whole:
+        for key, value in common["rest"].items():
+            try:
+                _round_trip(value)
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+                raise CheckpointError(
+                    f"{key!r} of the checkpoint is not plain data ({reason}): keep to numbers, strings, lists, "
+                    "dictionaries and tensors, in hyperparameters too (save_hyperparameters(ignore=...))"
+                ) from error
+        raise CheckpointError(f"the optimizer's settings are not plain data: {whole}") from whole
+
+
+def _round_trip(value: Any) -> None:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    torch.load(stream, weights_only=True)
+
+
+def open_checkpoint(path: Path, parallel: ParallelContext) -> Manifest:
+    """Check that a checkpoint is complete and undamaged, each rank its share of the files. A collective.
+
+    Raises:
+        CheckpointError: On every rank, if it is not.
+    """
+    what = f"cannot load {path}"
+    with together(what):
+        if parallel.global_rank == 0:
+            place.find(path)
+    with together(what):
+        manifest = Manifest.read(path.resolve())
+        files = list(manifest.files.items())
+        place.verify(path.resolve(), files[parallel.global_rank :: parallel.sizes.world_size])
+    if parallel.global_rank == 0:
+        for rest in place.unfinished(path):
+            rank_zero_warn(f"{rest} is what a save wrote before it was stopped. It is ignored; delete it at will")
+    return manifest
+
+
+def load(
+    path: str | Path,
+    tensors: Tensors,
+    optimizers: Sequence[Optimizer],
+    parallel: ParallelContext,
+    strict: bool = True,
+) -> Loaded:
+    """Read a checkpoint directory for a module that has its adapters already. A collective over all processes.
+
+    The layout may be another. Frozen weights are set if they are in the checkpoint, and may be absent; what is trained
+    is returned.
+
+    Args:
+        path: The directory.
+        tensors: What there is; what is trained is not changed.
+        optimizers: Optimizers of what is trained; empty to read weights only.
+        parallel: The layout.
+        strict: Whether every trained name must be in the checkpoint, each of its names in the module, and the base and
+            the adapters' settings the same; otherwise what is in both is read.
+
+    Returns:
+        What it held.
+
+    Raises:
+        CheckpointError: On every rank, if it is incomplete, damaged or tampered with, or of another model.
+    """
+    path = Path(path).absolute()
+    manifest = open_checkpoint(path, parallel)
+    directory = path.resolve()
+    with together(f"cannot load {path}"):
+        metadata = sharded_io.read_metadata(directory, manifest.files)
+        there = _There(metadata.state_dict_metadata)
+        common = torch.load(directory / _COMMON, map_location="cpu", weights_only=True)
+        here = manifests.base_identity(tensors.module)["path"]
+        shards = Shards(tensors.all, parallel, (here, manifest.base["path"]))
+        if strict:
+            _check_module(manifest, tensors, shards, there)
+        saved = common["optimizers"] if optimizers else []
+        origin = process_state.origin(manifest.sizes, parallel)
+        for optimizer, entry in zip(optimizers, saved, strict=not optimizers or bool(saved)):
+            check(optimizer, names_of(optimizer, tensors.trained), entry, shards, manifest.sizes == parallel.sizes)
+    if manifests.other_weights(manifest, tensors.module):
+        name = manifest.base["name"] or "the base model"
+        rank_zero_warn(f"{path}: {name} had other weights when this was saved; adapters fit the base they were made on")
+
+    weights = {n: torch.empty_like(p, dtype=torch.float32) for n, p in tensors.trained.items() if there.has(shards, n)}
+    weights |= {n: torch.empty_like(b) for n, b in tensors.buffers.items() if there.has(shards, n)}
+    frozen = {n: p for n, p in tensors.frozen.items() if there.has(shards, n)}
+    parts = list(shards.parts(_MODEL, {**weights, **frozen}))
+    states = []
+    for i, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=False)):
+        names = names_of(optimizer, tensors.trained)
+        state = OptimizerState(entry["groups"], names, numbers=entry["numbers"])
+        for key in entry["like"]:
+            prefix = _optimizer(i, key)
+            state.like[key] = {
+                name: torch.empty_like(tensors.trained[name], dtype=there.dtype(shards, name, prefix))
+                for group in names
+                for name in group
+                if there.has(shards, name, prefix)
+            }
+            parts += shards.parts(prefix, state.like[key])
+        states.append(state)
+    streams = None
+    if saved:
+        streams = torch.empty(there.shape(process_state.KEY)[1:], dtype=torch.uint8)[None]
+        parts.append(row(process_state.KEY, streams, origin.rank, manifest.sizes.world_size))
+    with torch.no_grad():
+        sharded_io.read(by_key(parts), directory, metadata)
+    process = None if streams is None else process_state.unpack(streams)
+    if process is not None:
+        for state, own in zip(states, process.states, strict=True):
+            state.own = own
+    return Loaded(
+        manifest,
+        common["rest"],
+        weights,
+        [put_together(state, shards) for state in states],
+        process,
+        origin,
+    )
+
+
+class _There:
+    """What tensors a checkpoint holds, by key."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = {key: item for key, item in items.items() if isinstance(item, TensorStorageMetadata)}
+
+    def has(self, shards: Shards, name: str, prefix: str = _MODEL) -> bool:
+        return all(key in self._items for key in shards.keys(prefix, name))
+
+    def dtype(self, shards: Shards, name: str, prefix: str) -> torch.dtype:
+        return self._items[shards.keys(prefix, name)[0]].properties.dtype
+
+    def shape(self, key: str) -> torch.Size:
+        return self._items[key].size
+
+    def weights(self) -> set[str]:
+        """Keys of the model's weights."""
+        return {key for key in self._items if key.startswith(f"{_MODEL}.")}
+
+
+def _check_module(manifest: Manifest, tensors: Tensors, shards: Shards, there: _There) -> None:
+    """Raises what is wrong with a module as the one to load into."""
+    missing = sorted(name for name in tensors.trained if not there.has(shards, name))
+    known = {of_any_expert(key) for name in tensors.all for key in shards.keys(_MODEL, name)}
+    unexpected = sorted(
+        {of_any_expert(key).removeprefix(f"{_MODEL}.") for key in there.weights()}
+        - {key.removeprefix(f"{_MODEL}.") for key in known}
+    )
+    wrong = manifests.differences(manifest, tensors.module)
+    if missing or unexpected:
+        wrong.append(
+            f"its parameters are not those of this run. Missing in the checkpoint: {missing[:5]}; unexpected there: "
+            f"{unexpected[:5]}"
+        )
+    if wrong:
+        raise CheckpointError(
+            f"{'; '.join(wrong)}. Use the base and the LoRA settings that it was saved with (strict=False, in a "
+            "LightningModule strict_loading=False, reads what fits)"
+        )

@@ -1,0 +1,141 @@
+"""A directory that is there whole or not at all: written beside its place, checked by sums, moved by one rename."""
+
+import ctypes
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning_mcore_lora.checkpoint.errors import CheckpointError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_BLOCK = 1 << 20
+
+
+def partial(path: Path) -> Path:
+    """Where a directory is written before it is complete; hidden, so that nobody takes it for one."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def begin(path: Path) -> Path:
+    """Make the empty directory to write to; what earlier saves and removals left half done is deleted."""
+    beside = partial(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for rest in path.parent.glob(".*.removed"):
+        shutil.rmtree(rest, ignore_errors=True)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    return beside
+
+
+def commit(path: Path) -> None:
+    """Put the complete directory in its place, in one step; one that is there already goes."""
+    beside, old = partial(path), _replaced(path)
+    sync(beside)
+    if path.is_symlink():
+        path.unlink()  # the directory that it leads to is another checkpoint
+    if not path.exists():
+        beside.rename(path)
+    elif _exchange(beside, path):
+        old = beside
+    else:  # two renames, on file systems that have no exchange: `find` ends what a kill in between leaves
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        beside.rename(path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; half deleted it no longer bears its name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        gone = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def find(path: Path) -> None:
+    """Check that a checkpoint is there, after ending a replacement that a kill has stopped half-way.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    if path.exists():
+        return
+    if _replaced(path).exists():
+        _replaced(path).rename(path)
+    elif partial(path).exists():
+        raise CheckpointError(
+            f"{path} is not complete: the save was stopped. What it wrote is in {partial(path).name} and cannot be "
+            "used; resume from an earlier checkpoint"
+        )
+    else:
+        raise CheckpointError(f"{path} does not exist")
+
+
+def unfinished(path: Path) -> list[Path]:
+    """What stopped saves have left beside a checkpoint."""
+    return sorted(path.parent.glob(".*.partial"))
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(file: Path) -> dict[str, int | str]:
+    """Size and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
+
+
+def verify(directory: Path, files: Iterable[tuple[str, dict[str, int | str]]]) -> None:
+    """Check files of a directory against their sums.
+
+    Raises:
+        CheckpointError: Naming each that is missing, leads elsewhere, is cut short or has changed.
+    """
+    wrong = [f"{name} {fault}" for name, expected in files if (fault := _fault(directory, name, expected))]
+    if wrong:
+        raise CheckpointError(f"damaged: {', '.join(wrong)}. Use another checkpoint, or a copy of this one")
+
+
+def _fault(directory: Path, name: str, expected: dict[str, int | str]) -> str | None:
+    file = directory / name
+    if Path(name).name != name or file.is_symlink():
+        return "leads outside"
+    if not file.is_file():
+        return "is missing"
+    if file.stat().st_size != expected["bytes"]:
+        return f"has {file.stat().st_size} bytes, not {expected['bytes']}"
+    return None if checksum(file) == expected else "has changed"
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories in one step, where the system can."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

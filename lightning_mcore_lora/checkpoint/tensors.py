@@ -1,0 +1,73 @@
+"""The tensors of a module, by what becomes of them in a checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_mcore_lora.adapters import adapters
+from lightning_mcore_lora.checkpoint.shards import is_numbered_expert
+from lightning_mcore_lora.models.marks import mark_parameters
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a module.
+
+    Args:
+        module: The module.
+        trained: Name to each trainable parameter, or its float32 master, and to frozen factors of adapters.
+        buffers: Name to each persistent buffer.
+        frozen: Name to every other parameter.
+    """
+
+    module: nn.Module
+    trained: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    frozen: dict[str, nn.Parameter]
+
+    @property
+    def all(self) -> dict[str, Tensor]:
+        """Everything, by name."""
+        return {**self.frozen, **self.buffers, **self.trained}
+
+
+def tensors_of(module: nn.Module, master: Callable[[nn.Parameter], nn.Parameter] = lambda p: p) -> Tensors:
+    """The tensors of a module.
+
+    Args:
+        module: The module.
+        master: Gives what the optimizer trains for a parameter.
+    """
+    mark_parameters(module)
+    factors = {id(p) for _, adapter in adapters(module) for p in adapter.parameters()}
+    trained, frozen = {}, {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad or id(parameter) in factors:
+            trained[name] = master(parameter)
+        else:
+            frozen[name] = parameter
+    buffers = {
+        f"{path}.{name}" if path else name: buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+    return Tensors(module, trained, buffers, frozen)
+
+
+def check_can_save(module: nn.Module) -> None:
+    """Check that what is trainable has a place in a checkpoint.
+
+    Raises:
+        NotImplementedError: If experts are trainable whose weights are not told apart by name.
+    """
+    unnamed = [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and ".experts." in name and not hasattr(p, "experts") and not is_numbered_expert(name)
+    ]
+    if unnamed:
+        raise NotImplementedError(
+            f"training grouped expert weights is not supported yet, only SequentialMLP's: freeze {unnamed[:3]} ..."
+        )
