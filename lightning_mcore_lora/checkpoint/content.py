@@ -149,8 +149,7 @@ def _write(
     with together(what):
         if parallel.global_rank == 0:
             common = {"rest": rest, "optimizers": [of_all_ranks(list(ranks)) for ranks in zip(*shared, strict=True)]}
-            _check_plain(common)
-            torch.save(common, beside / _COMMON)
+            (beside / _COMMON).write_bytes(_plain(common))
     sharded_io.write(by_key(parts), beside, what)
     mine: dict[str, dict[str, int | str]] = {}
     with together(what):
@@ -169,18 +168,18 @@ def _belongs_to(file: str, rank: int) -> bool:
     return file.startswith(f"__{rank}_") or (rank == 0 and not file.startswith("__"))
 
 
-def _check_plain(common: dict[str, Any]) -> None:
-    """Find out now, and not on resuming, what cannot be read without running code.
+def _plain(common: dict[str, Any]) -> bytes:
+    """The bytes of plain data; what cannot be read without running code is found out now, and not on resuming.
 
     Raises:
         CheckpointError: Naming it.
     """
     try:
-        _round_trip(common)
+        return _readable(common)
     except Exception as whole:
         for key, value in common["rest"].items():
             try:
-                _round_trip(value)
+                _readable(value)
             except Exception as error:
                 reason = str(error).splitlines()[0]
                 raise CheckpointError(
@@ -190,11 +189,12 @@ def _check_plain(common: dict[str, Any]) -> None:
         raise CheckpointError(f"the optimizer's settings are not plain data: {whole}") from whole
 
 
-def _round_trip(value: Any) -> None:
+def _readable(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
-    stream.seek(0)
-    torch.load(stream, weights_only=True)
+    content = stream.getvalue()
+    torch.load(io.BytesIO(content), weights_only=True)
+    return content
 
 
 def open_checkpoint(path: Path, parallel: ParallelContext) -> Manifest:

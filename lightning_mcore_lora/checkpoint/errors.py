@@ -1,5 +1,6 @@
 """Failing together: an error on one rank is an error on all."""
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,11 +26,20 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    mine = None if error is None else (str(error) or type(error).__name__)
+    mine = None if error is None else reason(error)
     everyone: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     if any(failure is not None for failure in everyone):
         raise CheckpointError(f"{what}: {_joined(everyone)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What the system said first; torch's advice to trust a file that runs code is left out."""
+    while error.__cause__ is not None and not isinstance(error, CheckpointError):
+        error = error.__cause__
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds more than plain data and tensors, which is never read: it was tampered with, or not saved here"
+    return str(error) or type(error).__name__
 
 
 def _joined(failures: list[str | None]) -> str:

@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from lightning_mcore_lora.checkpoint.errors import CheckpointError, together
+from lightning_mcore_lora.checkpoint.errors import CheckpointError, reason, together
 
 _METADATA = ".metadata"
 _FORMAT = ("torch_dist", 1)
@@ -65,8 +65,8 @@ def write(shards: dict[str, ShardedTensor], directory: Path, what: str) -> None:
     with _writing_here(failures):
         try:
             torch_strategy.TorchDistSaveShardedStrategy(*_FORMAT, thread_count=1).save(shards, directory)
-        except torch_strategy.CheckpointException as error:  # on every rank, with the reasons on rank zero
-            failures += [OSError(_reason(failure[0])) for failure in error.failures.values()]
+        except CheckpointException as error:  # on every rank, with the reasons on rank zero
+            failures += [OSError(reason(failure[0])) for failure in error.failures.values()]
             failures = failures or [OSError("another rank could not write its part")]
     with together(what):
         if failures:
@@ -85,8 +85,8 @@ def read(shards: dict[str, ShardedTensor], directory: Path, metadata: Metadata) 
     torch_strategy._get_filesystem_reader = lambda *_, **__: _Reader(directory, metadata)
     try:
         strategy.load(dict(shards), directory)
-    except torch_strategy.CheckpointException as error:  # on every rank
-        raise CheckpointError(f"cannot read {directory}: {_reason(next(iter(error.failures.values()))[0])}") from error
+    except CheckpointException as error:  # on every rank
+        raise CheckpointError(f"cannot load {directory}: {reason(next(iter(error.failures.values()))[0])}") from error
     finally:
         torch_strategy._get_filesystem_reader = before
 
@@ -106,7 +106,7 @@ def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{_METADATA} cannot be read: {error}") from error
+        raise CheckpointError(f"{_METADATA} cannot be read: {error}") from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{_METADATA} is not the metadata of a checkpoint")
     outside = {info.relative_path for info in (metadata.storage_data or {}).values()} - set(files)
@@ -179,10 +179,3 @@ def _write_here(transforms: list, use_msc: bool, rank: int, buckets: list, resul
         _, written[i] = own.get()
     failed = [result for result in written.values() if isinstance(result, Exception)]
     results.put(failed[0] if failed else written)
-
-
-def _reason(error: BaseException) -> str:
-    """The first cause: that is what the system said."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error) or type(error).__name__
