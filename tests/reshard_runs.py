@@ -41,7 +41,7 @@ class Job:
         strategy: Fields of ``MCoreTP``.
         accumulate: Microbatches of a step.
         precision: The Trainer's.
-        bound: By how much weights may differ between layouts.
+        bound: By how much weights may differ between layouts; ``None`` where each forward rounds them to bfloat16.
     """
 
     lora: dict[str, Any] | None = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Job:
     strategy: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     precision: str = "32-true"
-    bound: float = 1e-5
+    bound: float | None = 1e-5
 
 
 class Module(pl.LightningModule):

@@ -8,6 +8,7 @@ import io
 import logging
 import pickle
 import queue
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +85,9 @@ def read(shards: dict[str, ShardedTensor], directory: Path, metadata: Metadata) 
     before = torch_strategy._get_filesystem_reader
     torch_strategy._get_filesystem_reader = lambda *_, **__: _Reader(directory, metadata)
     try:
-        strategy.load(dict(shards), directory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of the name by which Megatron-Core calls torch
+            strategy.load(dict(shards), directory)
     except CheckpointException as error:  # on every rank
         raise CheckpointError(f"cannot load {directory}: {reason(next(iter(error.failures.values()))[0])}") from error
     finally:

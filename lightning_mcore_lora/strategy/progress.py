@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch.loops.loop import _Loop
+
 from lightning_mcore_lora.strategy.loaders import ResumableLoader
 
 
@@ -19,24 +21,27 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
             counters[name] = min(counters[name], counters["started"] - 1)
 
 
-def align(epoch_loop: Any, loaders: Sequence[ResumableLoader], accumulate: int) -> None:
+def align(fit_loop: Any, loaders: Sequence[ResumableLoader], accumulate: int) -> None:
     """Have a fit loop that resumes count its batches from where its loaders go on.
 
     These know how many samples were read, which at another data-parallel or batch size are another number of batches.
     Microbatches of an optimizer step that was not taken are read again: their gradients were not saved.
 
     Args:
-        epoch_loop: The Trainer's.
+        fit_loop: The Trainer's.
         loaders: What it reads from.
         accumulate: Microbatches of an optimizer step.
 
     Raises:
         ValueError: If the loaders stand at different batches.
     """
-    progress = epoch_loop.batch_progress
+    progress, epoch = fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress.current
     if progress.is_last_batch:
         for loader in loaders:
             loader.skip = 0
+        if epoch.ready == epoch.completed:
+            # Nothing restarts. With max_steps the Trainer would go on counting from the last batch of that epoch.
+            _Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
         return
     positions = {loader.skip for loader in loaders}
     if len(positions) > 1:

@@ -287,4 +287,4 @@ class TrainerFace(Processes, ParallelStrategy):
         trainer, loaders = self.lightning_module.trainer, self._training_loaders()
         if self.engine.continue_streams(loaders):
             automatic = self.lightning_module.automatic_optimization
-            align(trainer.fit_loop.epoch_loop, loaders, trainer.accumulate_grad_batches if automatic else 1)
+            align(trainer.fit_loop, loaders, trainer.accumulate_grad_batches if automatic else 1)
