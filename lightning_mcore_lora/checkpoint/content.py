@@ -13,13 +13,15 @@ be read at any tensor-, expert-, expert-tensor- and data-parallel size:
 """
 
 import io
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
@@ -71,24 +73,11 @@ class Loaded:
     origin: process_state.Origin
 
 
-def save(
-    path: str | Path,
-    tensors: Tensors,
-    rest: dict[str, Any],
-    optimizers: Sequence[Optimizer],
-    parallel: ParallelContext,
-    process: ProcessState,
-    *,
-    step: int | None = None,
-    everything: bool = False,
-    left_out: Collection[str] = (),
-) -> None:
-    """Write a checkpoint directory. A collective over all processes.
-
-    It is written beside its place and moved there when complete.
+class Save:
+    """A checkpoint directory that is being written beside its place. Its methods are collectives over all processes.
 
     Args:
-        path: The directory to make; an existing one is replaced.
+        path: The directory to make; an existing one is replaced when this one is complete.
         tensors: What there is to save: what is trained in float32, buffers, and with ``everything`` the frozen base.
         rest: Plain data, the same on every rank; saved by rank zero.
         optimizers: Optimizers of what is trained; none to save weights only.
@@ -97,35 +86,101 @@ def save(
         step: Optimizer step, for the manifest.
         everything: Whether to save the frozen base too.
         left_out: Names that are not saved.
+        in_background: Whether to return while it is written; :meth:`advance` completes it.
 
     Raises:
         CheckpointError: On every rank, if the directory cannot be written; one that was there is left as it is.
     """
-    path = Path(path).absolute()
-    what = f"cannot write {path}"
-    try:
-        with together(what):
+
+    def __init__(
+        self,
+        path: str | Path,
+        tensors: Tensors,
+        rest: dict[str, Any],
+        optimizers: Sequence[Optimizer],
+        parallel: ParallelContext,
+        process: ProcessState,
+        *,
+        step: int | None = None,
+        everything: bool = False,
+        left_out: Collection[str] = (),
+        in_background: bool = False,
+    ) -> None:
+        self._path = Path(path).absolute()
+        self._what = f"cannot write {self._path}"
+        self._parallel = parallel
+        self._to_remove: list[Path] = []
+        self.is_complete = False
+        beside: list[Path | None] = [None]
+        with together(self._what):
             if parallel.global_rank == 0:
-                place.begin(path)
-        beside = place.partial(path)
-        files = _write(beside, what, tensors, rest, optimizers, parallel, process, everything, left_out)
-        with together(what):
-            if parallel.global_rank == 0:
-                missing = [name for name in files if not (beside / name).is_file()]
-                if missing:
-                    raise CheckpointError(f"rank 0 does not see {missing[:3]}: all nodes must share the directory")
-                manifests.describe(tensors.module, parallel, step, everything, bool(optimizers), files).write(beside)
-                place.sync(beside / manifests.NAME)
-                place.commit(path)
-    except CheckpointError:
-        if parallel.global_rank == 0:
-            place.remove(place.partial(path))  # a full disk has room again
-        raise
+                beside = [place.begin(self._path)]
+        torch.distributed.broadcast_object_list(beside)
+        assert beside[0] is not None
+        self._beside = beside[0]
+        with self._or_clean_up():
+            parts, common = _gather(tensors, rest, optimizers, parallel, process, everything, left_out)
+            with together(self._what):
+                if parallel.global_rank == 0:
+                    (self._beside / _COMMON).write_bytes(_plain(common))
+                self._manifest = manifests.describe(tensors.module, parallel, step, everything, bool(optimizers))
+            self._writing = sharded_io.Writing(by_key(parts), self._beside, self._what, in_background)
+        if not in_background:
+            self.advance()
+
+    def advance(self, wait: bool = True) -> None:
+        """Complete the checkpoint if every rank has written its parts, or else wait for that if told to.
+
+        Raises:
+            CheckpointError: On every rank, if it could not be written.
+        """
+        with self._or_clean_up():
+            if self.is_complete or not self._writing.is_done(wait):
+                return
+            self.is_complete = True
+            files = self._sums()
+            with together(self._what):
+                if self._parallel.global_rank == 0:
+                    missing = [name for name in files if not (self._beside / name).is_file()]
+                    if missing:
+                        raise CheckpointError(f"rank 0 does not see {missing[:3]}: all nodes must share the directory")
+                    replace(self._manifest, files=files).write(self._beside)
+                    place.sync(self._beside / manifests.NAME)
+                    place.commit(self._beside, self._path)
+                    for path in self._to_remove:
+                        place.remove(path)
+
+    def remove_then(self, path: Path) -> None:
+        """Delete another checkpoint when this one is complete, and not before."""
+        self._to_remove.append(path)
+
+    def _sums(self) -> dict[str, dict[str, int | str]]:
+        """Sums of all files, each taken by the rank that wrote it."""
+        mine: dict[str, dict[str, int | str]] = {}
+        rank = self._parallel.global_rank
+        with together(self._what):
+            if rank == 0:
+                sharded_io.write_config(self._beside)
+            for file in sorted(self._beside.iterdir()):
+                if file.name.startswith(f"__{rank}_") or (rank == 0 and not file.name.startswith("__")):
+                    place.sync(file)
+                    mine[file.name] = place.checksum(file)
+        everyone: list[Any] = [None] * self._parallel.sizes.world_size
+        torch.distributed.all_gather_object(everyone, mine)
+        return {name: entry for sums in everyone for name, entry in sums.items()}
+
+    @contextmanager
+    def _or_clean_up(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            self.is_complete = True  # there is nothing to complete any more
+            if self._parallel.global_rank == 0:
+                place.remove(self._beside)  # a full disk has room again
+            raise
 
 
-def _write(
-    beside: Path,
-    what: str,
+def _gather(
     tensors: Tensors,
     rest: dict[str, Any],
     optimizers: Sequence[Optimizer],
@@ -133,8 +188,8 @@ def _write(
     process: ProcessState,
     everything: bool,
     left_out: Collection[str],
-) -> dict[str, dict[str, int | str]]:
-    """Everything but the manifest; returns the sums of the files."""
+) -> tuple[list[ShardedTensor], dict[str, Any]]:
+    """This rank's parts, and what all share."""
     shards = Shards(tensors.all, parallel)
     held = {**tensors.trained, **tensors.buffers, **(tensors.frozen if everything else {})}
     parts = list(shards.parts(_MODEL, {name: value for name, value in held.items() if name not in left_out}))
@@ -146,26 +201,7 @@ def _write(
     parts.append(row(process_state.KEY, process_state.pack(process), parallel.global_rank, parallel.sizes.world_size))
     shared: list[Any] = [None] * parallel.sizes.world_size
     torch.distributed.all_gather_object(shared, [in_common(*pair, shards) for pair in zip(optimizers, states)])
-    with together(what):
-        if parallel.global_rank == 0:
-            common = {"rest": rest, "optimizers": [of_all_ranks(list(ranks)) for ranks in zip(*shared, strict=True)]}
-            (beside / _COMMON).write_bytes(_plain(common))
-    sharded_io.write(by_key(parts), beside, what)
-    mine: dict[str, dict[str, int | str]] = {}
-    with together(what):
-        if parallel.global_rank == 0:
-            sharded_io.write_config(beside)
-        for file in sorted(beside.glob("*")):
-            if _belongs_to(file.name, parallel.global_rank):
-                place.sync(file)
-                mine[file.name] = place.checksum(file)
-    everyone: list[Any] = [None] * parallel.sizes.world_size
-    torch.distributed.all_gather_object(everyone, mine)
-    return {name: entry for sums in everyone for name, entry in sums.items()}
-
-
-def _belongs_to(file: str, rank: int) -> bool:
-    return file.startswith(f"__{rank}_") or (rank == 0 and not file.startswith("__"))
+    return parts, {"rest": rest, "optimizers": [of_all_ranks(list(ranks)) for ranks in zip(*shared, strict=True)]}
 
 
 def _plain(common: dict[str, Any]) -> bytes:

@@ -84,7 +84,7 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write it, with a sum of its own."""
-        content = asdict(self)
+        content = asdict(self) | {"files": dict(sorted(self.files.items()))}
         text = json.dumps(content | {"sha256": _digest(content)}, indent=2)
         (directory / NAME).write_text(text + "\n")
 
@@ -117,9 +117,8 @@ def describe(
     step: int | None,
     everything: bool,
     optimizer: bool,
-    files: dict[str, dict[str, int | str]],
 ) -> Manifest:
-    """The manifest of a module's checkpoint."""
+    """The manifest of a module's checkpoint, but for its files."""
     config = adapter_config(module)
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -130,7 +129,7 @@ def describe(
         lora=None if config is None else json.loads(json.dumps(asdict(config))),
         layout=asdict(parallel.sizes),
         packages=_packages(),
-        files=dict(sorted(files.items())),
+        files={},
     )
 
 

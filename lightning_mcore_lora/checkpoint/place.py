@@ -2,8 +2,10 @@
 
 import ctypes
 import errno
+import glob
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +16,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _BLOCK = 1 << 20
 
 
-def partial(path: Path) -> Path:
-    """Where a directory is written before it is complete; hidden, so that nobody takes it for one."""
-    return path.with_name(f".{path.name}.partial")
+def partials(path: Path) -> list[Path]:
+    """Directories in which a checkpoint was written and not completed; hidden, so that nobody takes them for one."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.partial"))
 
 
 def _replaced(path: Path) -> Path:
@@ -24,19 +26,21 @@ def _replaced(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Make the empty directory to write to; what earlier saves and removals left half done is deleted."""
-    beside = partial(path)
+    """Make an empty directory to write to; what earlier saves and removals left half done is deleted.
+
+    No other save has had its name: what a killed run is still writing lands elsewhere.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for rest in path.parent.glob(".*.removed"):
+    for rest in (*path.parent.glob(".*.removed"), *partials(path)):
         shutil.rmtree(rest, ignore_errors=True)
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     beside.mkdir()
     return beside
 
 
-def commit(path: Path) -> None:
+def commit(beside: Path, path: Path) -> None:
     """Put the complete directory in its place, in one step; one that is there already goes."""
-    beside, old = partial(path), _replaced(path)
+    old = _replaced(path)
     sync(beside)
     if path.is_symlink():
         path.unlink()  # the directory that it leads to is another checkpoint
@@ -73,9 +77,9 @@ def find(path: Path) -> None:
         return
     if _replaced(path).exists():
         _replaced(path).rename(path)
-    elif partial(path).exists():
+    elif partials(path):
         raise CheckpointError(
-            f"{path} is not complete: the save was stopped. What it wrote is in {partial(path).name} and cannot be "
+            f"{path} is not complete: the save was stopped. What it wrote is in {partials(path)[0].name} and cannot be "
             "used; resume from an earlier checkpoint"
         )
     else:

@@ -8,6 +8,7 @@ import io
 import logging
 import pickle
 import queue
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from lightning_mcore_lora import cpu_backend
 from lightning_mcore_lora.checkpoint.errors import CheckpointError, reason, together
 
 _METADATA = ".metadata"
@@ -53,25 +56,83 @@ _ALLOWED = {
 }
 
 
-def write(shards: dict[str, ShardedTensor], directory: Path, what: str) -> None:
-    """Write every rank's parts. A collective over all processes.
+class Writing:
+    """Every rank's parts on their way to the disk. Its methods are collectives over all processes.
+
+    Args:
+        shards: The parts, by key.
+        directory: Where to.
+        what: What is done, for messages.
+        in_background: Whether to return while another process writes what the tensors hold now.
 
     Raises:
         CheckpointError: On every rank.
     """
-    everyone = determine_global_metadata(shards)[1]
-    with together(what):
-        validate_sharding_integrity(everyone)  # by rank zero, which raises alone
-    failures: list[OSError] = []
-    with _writing_here(failures):
-        try:
-            torch_strategy.TorchDistSaveShardedStrategy(*_FORMAT, thread_count=1).save(shards, directory)
-        except CheckpointException as error:  # on every rank, with the reasons on rank zero
-            failures += [OSError(reason(failure[0])) for failure in error.failures.values()]
-            failures = failures or [OSError("another rank could not write its part")]
-    with together(what):
-        if failures:
-            raise failures[0]
+
+    def __init__(self, shards: dict[str, ShardedTensor], directory: Path, what: str, in_background: bool) -> None:
+        everyone = determine_global_metadata(shards)[1]
+        with together(what):
+            validate_sharding_integrity(everyone)  # by rank zero, which raises alone
+        self._what = what
+        self._failures: list[OSError] = []
+        self._calls: Any = None
+        strategy = torch_strategy.TorchDistSaveShardedStrategy(*_FORMAT, thread_count=1)
+        if in_background:
+            queue_type, settings = _asynchronous()
+            with cpu_backend.active():
+                with _changed(filesystem_async, _results_queue=_ResultsInFile()):
+                    request = strategy.async_save(shards, directory, **settings)
+                self._calls = queue_type()
+                self._calls.schedule_async_request(request)
+        else:
+            with self._listening(), _writing_here():
+                strategy.save(shards, directory)
+            self._check()
+
+    def is_done(self, wait: bool = False) -> bool:
+        """Whether every rank has written its parts.
+
+        Raises:
+            CheckpointError: On every rank, if one could not.
+        """
+        if self._calls is not None:
+            with self._listening():
+                self._calls.maybe_finalize_async_calls(blocking=wait)
+                if self._calls.get_num_unfinalized_calls():
+                    return False
+            self._calls = None
+            self._check()
+        return True
+
+    def _check(self) -> None:
+        with together(self._what):
+            if self._failures:
+                raise self._failures[0]
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Keep what went wrong, so that all ranks hear of it.
+
+        Megatron-Core raises on every rank, with the reasons on rank zero alone, if parts cannot be written; and on rank
+        zero alone, while the others wait for its word, if the metadata cannot.
+        """
+        writer = filesystem_async.FileSystemWriterAsync
+        finish = writer.finish
+
+        def finish_quietly(writer: Any, *args: Any) -> None:
+            try:
+                finish(writer, *args)
+            except OSError as error:
+                self._failures.append(error)
+
+        with cpu_backend.active(), _changed(writer, finish=finish_quietly):
+            try:
+                yield
+            except CheckpointException as error:
+                if self._calls is not None:
+                    self._calls.async_calls.clear()
+                self._failures += [OSError(reason(failure[0])) for failure in error.failures.values()]
+                self._failures = self._failures or [OSError("another rank could not write its part")]
 
 
 def write_config(directory: Path) -> None:
@@ -82,16 +143,17 @@ def write_config(directory: Path) -> None:
 def read(shards: dict[str, ShardedTensor], directory: Path, metadata: Metadata) -> None:
     """Fill the tensors of the parts. A collective over all processes."""
     strategy = torch_strategy.TorchDistLoadShardedStrategy()
-    before = torch_strategy._get_filesystem_reader
-    torch_strategy._get_filesystem_reader = lambda *_, **__: _Reader(directory, metadata)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of the name by which Megatron-Core calls torch
+    with (
+        cpu_backend.active(),
+        _changed(torch_strategy, _get_filesystem_reader=lambda *_, **__: _Reader(directory, metadata)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # of the name by which Megatron-Core calls torch
+        try:
             strategy.load(dict(shards), directory)
-    except CheckpointException as error:  # on every rank
-        raise CheckpointError(f"cannot load {directory}: {reason(next(iter(error.failures.values()))[0])}") from error
-    finally:
-        torch_strategy._get_filesystem_reader = before
+        except CheckpointException as error:  # on every rank
+            why = reason(next(iter(error.failures.values()))[0])
+            raise CheckpointError(f"cannot load {directory}: {why}") from error
 
 
 def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
@@ -138,38 +200,34 @@ class _Reader(FileSystemReader):
 
 
 @contextmanager
-def _writing_here(failures: list[OSError]) -> Iterator[None]:
-    """Have Megatron-Core's writer work in this process, and not raise on rank zero alone.
-
-    It hands its results over through a manager process, which outlives a killed run; and in 0.16 it forks to write, and
-    waits for ever if the child is killed. Only an asynchronous save needs either.
-
-    Args:
-        failures: Gets what went wrong when rank zero wrote the metadata, while others wait for its word.
-    """
-    writer, logger = filesystem_async.FileSystemWriterAsync, logging.getLogger(torch_strategy.__name__)
-    finish, results, level = writer.finish, filesystem_async._results_queue, logger.level
-    forks = "write_preloaded_data_multiproc"
-    forking = vars(writer).get(forks)
-
-    def finish_quietly(self: Any, *args: Any) -> None:
-        try:
-            finish(self, *args)
-        except OSError as error:
-            failures.append(error)
-
-    writer.finish = finish_quietly
-    filesystem_async._results_queue = queue.Queue()
-    logger.setLevel(logging.ERROR)  # 0.19 says at each save that its writer will go one day
-    if forking is not None:
-        setattr(writer, forks, staticmethod(_write_here))
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a module or class, for a while."""
+    before = {name: vars(owner)[name] for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        writer.finish, filesystem_async._results_queue = finish, results
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _writing_here() -> Iterator[None]:
+    """Have Megatron-Core's writer work in this process, where nothing is to go on meanwhile.
+
+    It hands its results over through a manager process, which outlives a killed run; and in 0.16 it forks to write, and
+    waits for ever if the child is killed.
+    """
+    logger, writer = logging.getLogger(torch_strategy.__name__), filesystem_async.FileSystemWriterAsync
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # 0.19 says at each save that its writer will go one day
+    forks = {name: staticmethod(_write_here) for name in ("write_preloaded_data_multiproc",) if hasattr(writer, name)}
+    try:
+        with _changed(filesystem_async, _results_queue=queue.Queue()), _changed(writer, **forks):
+            yield
+    finally:
         logger.setLevel(level)
-        if forking is not None:
-            setattr(writer, forks, forking)
 
 
 def _write_here(transforms: list, use_msc: bool, rank: int, buckets: list, results: queue.Queue) -> None:
@@ -182,3 +240,30 @@ def _write_here(transforms: list, use_msc: bool, rank: int, buckets: list, resul
         _, written[i] = own.get()
     failed = [result for result in written.values() if isinstance(result, Exception)]
     results.put(failed[0] if failed else written)
+
+
+class _ResultsInFile:
+    """Takes what the process that writes has to say, and needs no process of its own."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="checkpoint-")
+        self._file = Path(self._folder.name) / "results"
+
+    def put(self, results: Any) -> None:
+        self._file.write_bytes(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        if not self._file.exists():
+            raise queue.Empty
+        results = pickle.loads(self._file.read_bytes())
+        self._folder.cleanup()
+        return results
+
+
+def _asynchronous() -> tuple[Any, dict[str, str]]:
+    """Who writes in the background: NVIDIA's resiliency extension from 0.19 on, or Megatron-Core's own."""
+    choose = getattr(torch_strategy, "get_async_strategy", None)
+    if choose is None:
+        return AsyncCallsQueue, {}
+    name = "nvrx" if torch_strategy.HAVE_NVRX else "mcore"
+    return choose(name, module="AsyncCallsQueue")[1], {"async_strategy": name}

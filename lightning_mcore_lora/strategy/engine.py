@@ -3,8 +3,10 @@
 The Trainer's and Fabric's faces are thin: they speak each framework's words to one :class:`Engine`.
 """
 
+import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
@@ -63,6 +65,7 @@ class Engine:
         timeout: How long a collective may take before it fails.
         peer_timeout: How long another process may show no sign of life.
         save_base_weights: Whether checkpoints hold the frozen base too.
+        async_save: Whether training goes on while a checkpoint is written.
     """
 
     def __init__(
@@ -74,8 +77,12 @@ class Engine:
         timeout: timedelta,
         peer_timeout: timedelta,
         save_base_weights: bool = False,
+        async_save: bool = False,
     ) -> None:
         self._save_base_weights = save_base_weights
+        self._async_save = async_save
+        self._save: content.Save | None = None
+        self._sharded_streams: dict[str, Tensor] = {}
         self._tensor = tensor_parallel_size
         self._sequence_parallel = sequence_parallel
         self._expert = expert_parallel_size
@@ -116,6 +123,8 @@ class Engine:
         if not self._patched:
             cpu_backend.apply()
             self._patched = True
+            if self._async_save:
+                atexit.register(self._finish_at_exit)  # Fabric says nothing when it ends
         sizes = self.sizes(world_size)
         if self.peers is None:
             self.peers = watch(_get_default_store(), torch.distributed.get_rank(), world_size, self.peer_timeout)
@@ -126,6 +135,9 @@ class Engine:
 
     def stop(self) -> None:
         """Undo what :meth:`start` and :meth:`prepare` changed, but the groups, which the model goes on using."""
+        self.finish_saving()
+        if self._patched:
+            self._sharded_streams = seeding.get_random_state()["mcore"]
         self._leave()
         if self.reducer is not None:
             self.reducer.close()
@@ -134,13 +146,18 @@ class Engine:
             cpu_backend.undo()
             self._patched = False
 
+    def _finish_at_exit(self) -> None:
+        if not hasattr(sys, "last_type"):  # nothing was raised
+            self.finish_saving()
+
     def _leave(self) -> None:
         if self.peers is not None:
             self.peers.stop()
             self.peers = None
 
     def report(self, error: BaseException) -> None:
-        """Tell the other processes why this one fails."""
+        """Tell the other processes why this one fails; what is being written will not be completed."""
+        self._save = None
         if self.peers is not None:
             self.peers.report(error)
 
@@ -225,6 +242,7 @@ class Engine:
         yield
         self.masters.copy_back()
         self.reducer.clear()
+        self.finish_saving(wait=False)
 
     def reduced_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, with the gradients reduced once it has run."""
@@ -301,10 +319,14 @@ class Engine:
         step: int | None = None,
         left_out: Collection[str] = (),
     ) -> None:
-        """Write a checkpoint directory; see :func:`lightning_mcore_lora.checkpoint.content.save`."""
+        """Write a checkpoint directory; see :class:`lightning_mcore_lora.checkpoint.content.Save`."""
         assert self.parallel is not None
-        process = ProcessState(seeding.get_random_state(), [loader.epoch_start for loader in loaders])
-        content.save(
+        self.finish_saving()
+        streams = seeding.get_random_state()
+        if not self._patched:  # after the run, whose streams went with the backend
+            streams["mcore"] = self._sharded_streams
+        process = ProcessState(streams, [loader.epoch_start for loader in loaders])
+        self._save = content.Save(
             path,
             tensors,
             rest,
@@ -314,13 +336,23 @@ class Engine:
             step=step,
             everything=self._save_base_weights,
             left_out=left_out,
+            in_background=self._async_save and self._patched,
         )
+
+    def finish_saving(self, wait: bool = True) -> None:
+        """Complete a checkpoint that is written in the background. A collective, if there is one."""
+        if self._save is None:
+            return
+        self._save.advance(wait)
+        if self._save.is_complete:
+            self._save = None
 
     def load(
         self, path: str | Path, tensors: Tensors, optimizers: Sequence[Optimizer], strict: bool = True
     ) -> content.Loaded:
         """Read a checkpoint directory; if it is to continue, :meth:`continue_streams` sets its random streams."""
         assert self.parallel is not None
+        self.finish_saving()
         loaded = content.load(path, tensors, optimizers, self.parallel, strict)
         self._to_continue = None if loaded.process is None else (loaded.process, loaded.origin)
         return loaded
@@ -346,7 +378,9 @@ class Engine:
         return True
 
     def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint."""
+        """Delete a checkpoint, but not before the next one is complete."""
         assert self.parallel is not None
-        if self.parallel.global_rank == 0:
+        if self._save is not None and not self._save.is_complete:
+            self._save.remove_then(Path(path))
+        elif self.parallel.global_rank == 0:
             place.remove(Path(path))

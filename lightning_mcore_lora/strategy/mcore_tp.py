@@ -54,6 +54,8 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
         timeout: How long a collective may take before it fails.
         peer_timeout: How long another process may show no sign of life before this one ends too.
         save_base_weights: Whether checkpoints hold the frozen base too; they are complete then, and as large as it.
+        async_save: Whether training goes on while a checkpoint is written by another process. It is complete, and older
+            ones are deleted, when a later step or the end of the run finds it written.
         start_method: ``"popen"`` runs the script once per device; ``"spawn"`` starts processes for one call.
         accelerator: Set by Lightning.
         parallel_devices: Set by Lightning.
@@ -76,6 +78,7 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
         timeout: timedelta = timedelta(minutes=30),
         peer_timeout: timedelta = timedelta(minutes=5),
         save_base_weights: bool = False,
+        async_save: bool = False,
         start_method: str = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -102,6 +105,7 @@ class MCoreTP(TrainerFace, FabricFace):  # type: ignore[misc]
             timeout,
             peer_timeout,
             save_base_weights,
+            async_save,
         )
         self._backward_sync_control = NoSync(self.engine)
         self._num_nodes = 1

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -174,15 +175,38 @@ def test_goes_on_from(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, sto
         assert same(ended, ended_on)
 
 
-def _removes(directory: str, out: str) -> None:
-    trainer = _trainer(callbacks=(ModelCheckpoint(out, "{step}", every_n_train_steps=1, save_top_k=1),))
-    trainer.fit(Module(directory))
+class _Look(pl.Callback):
+    """What is there after each step."""
+
+    def __init__(self, out: str) -> None:
+        self.out = Path(out)
+        self.found: list[set[str]] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.out.exists():
+            self.found.append({path.name for path in self.out.iterdir() if not path.name.startswith(".")})
+
+
+def _removes(directory: str, out: str, in_background: bool) -> list[set[str]]:
+    saver, look = ModelCheckpoint(out, "{step}", every_n_train_steps=1, save_top_k=1), _Look(out)
+    trainer = _trainer(callbacks=(saver, look), strategy={"async_save": in_background})
+    module = Module(directory)
+    trainer.fit(module)
     trainer.strategy.barrier()
-    assert [path.name for path in Path(out).iterdir()] == ["step=12.ckpt"]
+    assert [path.name for path in Path(out).iterdir()] == ["step=12.ckpt"], "the last is complete when fit returns"
+    fresh = Module(directory)
+    _trainer().validate(fresh, ckpt_path=f"{out}/step=12.ckpt", verbose=False)
+    assert same(factors(fresh.model), factors(module.model))
+    trainer.save_checkpoint(f"{out}/after.ckpt")
+    assert Path(out, "after.ckpt", "manifest.json").exists()
+    return look.found
 
 
-def test_old_checkpoints_go(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
-    workers(2, _removes, str(tiny_llama), str(tmp_path / "checkpoints"))
+@pytest.mark.parametrize("in_background", [False, True])
+def test_old_checkpoints_go(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, in_background: bool) -> None:
+    found, _ = workers(2, _removes, str(tiny_llama), str(tmp_path / "checkpoints"), in_background)
+    first = next(i for i, names in enumerate(found) if names)
+    assert all(found[first:]), "there is never none, once there was one"
 
 
 # -- strict --------------------------------------------------------------------------------------------------------
@@ -193,9 +217,7 @@ def _strict(directory: str, out: str) -> None:
     trainer = _trainer(max_epochs=1, enable_checkpointing=False)
     trainer.fit(module)
     trained = factors(module.model)
-    trainer.strategy.setup_environment()
     trainer.save_checkpoint(out)
-    trainer.strategy.teardown()
     for targets, message in (
         (("linear_qkv",), r"unexpected there: \['model.decoder.layers.0.mlp.linear_fc1.lora.a'"),
         ((*tiny.SITES, "output_layer"), r"Missing in the checkpoint: \['model.output_layer.lora.a'"),
@@ -312,9 +334,7 @@ def _fit(kind: Any, directory: str, tp: int, steps: int, out: str | None, ckpt: 
     trainer = _trainer(tp, max_epochs=-1, max_steps=steps, enable_checkpointing=False)
     trainer.fit(module, ckpt_path=ckpt)
     if out is not None:
-        trainer.strategy.setup_environment()
         trainer.save_checkpoint(out)
-        trainer.strategy.teardown()
     return factors(module.model)
 
 

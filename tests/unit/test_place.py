@@ -13,8 +13,9 @@ from lightning_mcore_lora.checkpoint.errors import CheckpointError
 
 def write(path: Path, text: str) -> None:
     """Save a text."""
-    (place.begin(path) / "file").write_text(text)
-    place.commit(path)
+    beside = place.begin(path)
+    (beside / "file").write_text(text)
+    place.commit(beside, path)
 
 
 def read(path: Path) -> str:
@@ -68,8 +69,8 @@ def test_stopped_before_any_change_one_is_whole(tmp_path: Path, call: int) -> No
 
 def test_what_is_half_written_is_not_taken_for_one(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    place.begin(path)
-    assert place.unfinished(path) == [place.partial(path)]
+    beside = place.begin(path)
+    assert place.unfinished(path) == [beside]
     with pytest.raises(CheckpointError, match="is not complete: the save was stopped"):
         place.find(path)
     with pytest.raises(CheckpointError, match="does not exist"):
