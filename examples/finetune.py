@@ -4,7 +4,7 @@ Without arguments: SmolLM2-135M-Instruct on Python's own help topics, three proc
 
     python examples/finetune.py
     python examples/finetune.py --data mine.jsonl --regather --rank 12
-    python examples/finetune.py --resume runs/finetune/last.ckpt
+    python examples/finetune.py --resume last
 """
 
 import argparse
@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="Hugging Face directory (default: SmolLM2-135M)")
     parser.add_argument("--data", help=".jsonl with prompt/completion or messages (default: Python's help topics)")
     parser.add_argument("--out", default="runs/finetune", help="where logs and adapter checkpoints go")
-    parser.add_argument("--resume", help="checkpoint directory to continue from")
+    parser.add_argument("--resume", help="checkpoint to continue from, or 'last' for the newest in --out")
     parser.add_argument("--tensor-parallel-size", type=int, default=3)
     parser.add_argument("--expert-parallel-size", type=int, default=1, help="of a mixture of experts")
     parser.add_argument("--expert-tensor-parallel-size", type=int, help="of a mixture of experts (default: as tensor)")

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,37 @@ def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
     assert "regather" in output
     output = run(*common, "--regather", "--max-steps=3", f"--resume={tmp_path}/out/last.ckpt")
     assert "Adapter checkpoint" in output
+
+
+@pytest.mark.pretrained
+@pytest.mark.full
+@pytest.mark.usefixtures("smollm2")
+def test_killed_fine_tune_goes_on_with_the_documented_command(tmp_path: Path) -> None:
+    documented = blocks(ROOT / "docs/checkpoints.md", "bash")[0].strip()
+    assert documented.startswith("python -m nox -s demo -- "), "which gives the rest to examples/finetune.py"
+    resume = documented.partition(" -- ")[2].split()
+    options = ["--max-samples=24", "--batch-size=2", "--max-length=96", "--checkpoint-every=1"]
+    command = [sys.executable, "examples/finetune.py", *options]
+    straight = run(*command, f"--out={tmp_path}/straight")
+    out = tmp_path / "killed"
+    process = subprocess.Popen([*command, f"--out={out}"], cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (step := saved_step(out / "last.ckpt")) or step < 4:
+        assert process.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = run(*command, f"--out={out}", *resume)
+    assert "Restored all states" in resumed
+    assert re.findall("Held-out .*", straight) == re.findall("Held-out .*", resumed)
+
+
+def saved_step(checkpoint: Path) -> int | None:
+    try:
+        return json.loads((checkpoint / "manifest.json").read_text())["step"]
+    except FileNotFoundError:
+        return None
 
 
 @pytest.mark.pretrained
