@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,7 +21,8 @@ class OptimizerState:
         groups: Settings of each parameter group.
         names: Local names of each group's parameters.
         like: State to local name to a tensor like the parameter, which is sharded as it is.
-        numbers: Whole name to its states that are single numbers, which all ranks share.
+        numbers: Whole name to its states that are single numbers, which all ranks share; as plain numbers, since there
+            is one for each parameter, and reading a thousand tensors takes longer than all moments.
         own: Whole name to its other states, of which nobody knows how they are sharded.
     """
 
@@ -44,7 +46,7 @@ def take_apart(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], sha
             if isinstance(value, Tensor) and value.shape == parameters[name].shape and value.dim():
                 result.like.setdefault(key, {})[name] = value
             elif value is None or isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1):
-                result.numbers.setdefault(shards.whole_name(name), {})[key] = value
+                result.numbers.setdefault(shards.whole_name(name), {})[key] = _plain(value)
             else:
                 result.own.setdefault(shards.whole_name(name), {})[key] = value
     return result
@@ -79,7 +81,8 @@ def put_together(state: OptimizerState, shards: Shards) -> dict[str, Any]:
         for name in names:
             whole = shards.whole_name(name)
             entry = {key: values[name] for key, values in state.like.items() if name in values}
-            entry |= state.numbers.get(whole, {}) | state.own.get(whole, {})
+            entry |= {key: _from_plain(value) for key, value in state.numbers.get(whole, {}).items()}
+            entry |= state.own.get(whole, {})
             if entry:
                 entries[index] = entry
             index += 1
@@ -117,6 +120,17 @@ def check(
             f"{kind} keeps {saved['own']}, which are not shaped like the parameters: nobody knows how to split them "
             "anew. Resume at the same layout, or load the weights only (load_checkpoint)"
         )
+
+
+def _plain(value: Any) -> Any:
+    return (value.item(), value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    number, dtype, shape = value
+    return torch.full(shape, number, dtype=dtype)
 
 
 def _whole(names: list[list[str]], shards: Shards) -> list[list[str]]:
