@@ -82,7 +82,8 @@ def _save_for_ever(rank: int, port: int, out: str, replace: bool, exchange: bool
             optimizers = [optimizer_of(module, generation)]
             saver.save(f"{out}/{name}", {"generation": generation}, saver.tensors(module), optimizers, [])
             if rank == 0:
-                shared[INSIDE], shared[SAVED] = 0, generation
+                # In the background the one before is complete when the next begins.
+                shared[INSIDE], shared[SAVED] = 0, generation - bool(settings.get("async_save"))
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type] # as the end of a script does
         sys.stderr.flush()

@@ -32,39 +32,49 @@ def begin(path: Path) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for rest in (*path.parent.glob(".*.removed"), *partials(path)):
-        shutil.rmtree(rest, ignore_errors=True)
+        _delete(rest)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     beside.mkdir()
     return beside
 
 
 def commit(beside: Path, path: Path) -> None:
-    """Put the complete directory in its place, in one step; one that is there already goes."""
+    """Put the complete directory in its place, in one step; what is there already goes."""
     old = _replaced(path)
     sync(beside)
-    if path.is_symlink():
-        path.unlink()  # the directory that it leads to is another checkpoint
-    if not path.exists():
+    if not _is_taken(path):
         beside.rename(path)
     elif _exchange(beside, path):
         old = beside
     else:  # two renames, on file systems that have no exchange: `find` ends what a kill in between leaves
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
         path.rename(old)
         beside.rename(path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint; half deleted it no longer bears its name."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        gone = path.with_name(f".{path.name}.removed")
+        _delete(gone)
+        path.rename(gone)
+        _delete(gone)
+
+
+def _is_taken(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _delete(path: Path) -> None:
+    """Delete whatever it is; of a link not what it leads to."""
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.is_dir():
-        gone = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def find(path: Path) -> None:

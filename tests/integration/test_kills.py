@@ -10,8 +10,8 @@ from tests import kills
 from tests.launch import free_port
 from tests.workers import WorkerError, WorkerPool
 
-QUICK = 3
-SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else pytest.mark.full) for seed in range(20)]
+QUICK, IN_BACKGROUND = 3, 20
+SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else pytest.mark.full) for seed in range(IN_BACKGROUND + 6)]
 
 
 def check_whole(workers: WorkerPool, path: Path, least: int) -> dict[str, Any]:
@@ -27,7 +27,10 @@ def check_whole(workers: WorkerPool, path: Path, least: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killed_inside_a_save(workers: WorkerPool, tmp_path: Path, seed: int) -> None:
     replace = seed % 2 == 0
-    saved, killed, outputs = kills.kill_while_saving(tmp_path, seed, free_port(), replace, exchange=seed % 4 != 0)
+    settings = {"async_save": seed >= IN_BACKGROUND}
+    saved, killed, outputs = kills.kill_while_saving(
+        tmp_path, seed, free_port(), replace, exchange=seed % 4 != 0, settings=settings
+    )
     for rank in {0, 1} - set(killed):
         assert f"rank {killed[0]}" in outputs[rank], outputs[rank][-2000:]
     checkpoints = sorted(tmp_path.glob("*.ckpt"))

@@ -77,11 +77,26 @@ def test_what_is_half_written_is_not_taken_for_one(tmp_path: Path) -> None:
         place.find(tmp_path / "other.ckpt")
 
 
-def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("call", range(1, 8))
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path: Path, call: int) -> None:
     write(tmp_path / "step=1.ckpt", "first")
     (tmp_path / "last.ckpt").symlink_to("step=1.ckpt")
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Stop):
+        stop_at(patch, call)
+        write(tmp_path / "last.ckpt", "last")
+    assert read(tmp_path / "last.ckpt") in ("first", "last")
     write(tmp_path / "last.ckpt", "last")
     assert (read(tmp_path / "last.ckpt"), read(tmp_path / "step=1.ckpt")) == ("last", "first")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "step=1.ckpt"]
+
+
+@pytest.mark.usefixtures("exchange")
+def test_a_file_in_the_way_goes(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").write_text("of another strategy")
+    write(tmp_path / "last.ckpt", "last")
+    assert read(tmp_path / "last.ckpt") == "last"
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_removed(tmp_path: Path) -> None:
