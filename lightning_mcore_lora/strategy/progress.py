@@ -21,6 +21,28 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
             counters[name] = min(counters[name], counters["started"] - 1)
 
 
+def go_on(fit_loop: Any, loaders: Sequence[ResumableLoader], states: Sequence[dict[str, Any]], accumulate: int) -> None:
+    """Have a fit loop that is about to start go on from where its loaders were.
+
+    The Trainer gives loaders their states before their random streams are known; and not at all, if the loaders were
+    made before the checkpoint was read, as ``estimated_stepping_batches`` does.
+
+    Args:
+        fit_loop: The Trainer's.
+        loaders: Those of its training loaders that are ours.
+        states: What all of its training loaders had saved.
+        accumulate: Microbatches of an optimizer step.
+    """
+    late = bool(fit_loop._combined_loader_states_to_load)
+    again = late or len(loaders) == len(fit_loop._combined_loader.flattened)  # others stand no second beginning
+    if again:
+        fit_loop._combined_loader._load_state_dicts(states)
+        fit_loop._combined_loader_states_to_load = []
+    align(fit_loop, loaders, accumulate)
+    if again:
+        iter(fit_loop._data_fetcher)
+
+
 def align(fit_loop: Any, loaders: Sequence[ResumableLoader], accumulate: int) -> None:
     """Have a fit loop that resumes count its batches from where its loaders go on.
 

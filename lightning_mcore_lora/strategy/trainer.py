@@ -1,6 +1,6 @@
 """The face that the Trainer sees."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_mcore_lora.strategy.precision import (
     loss_scale,
 )
 from lightning_mcore_lora.strategy.processes import Processes
-from lightning_mcore_lora.strategy.progress import align, reopen_epoch
+from lightning_mcore_lora.strategy.progress import go_on, reopen_epoch
 
 _COPIES = "it copies the whole model, frozen base and process groups included; average adapter checkpoints instead"
 #: Callbacks of Lightning's that do not fit, and why.
@@ -61,6 +61,7 @@ class TrainerFace(Processes, ParallelStrategy):
     """Speaks the Trainer's words to the engine."""
 
     _num_tokens: Tensor | int | None = None  # of the microbatch whose backward comes next
+    _loader_states: Sequence[dict[str, Any]] = ()  # of the checkpoint that the run goes on from
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -262,7 +263,9 @@ class TrainerFace(Processes, ParallelStrategy):
                 f"{checkpoint_path} was not written by a Trainer: its weights can be read by load_checkpoint(model, "
                 "path), its optimizer by the loop that saved it"
             )
-        reopen_epoch(loaded.rest["loops"]["fit_loop"])
+        fit_loop = loaded.rest["loops"]["fit_loop"]
+        reopen_epoch(fit_loop)
+        self._loader_states = fit_loop["state_dict"].get("combined_loader", [])
         checkpoint = loaded.rest | {"state_dict": loaded.weights}
         if loaded.optimizer_states:  # without, the Trainer says that only weights were saved
             checkpoint["optimizer_states"] = loaded.optimizer_states
@@ -287,4 +290,5 @@ class TrainerFace(Processes, ParallelStrategy):
         trainer, loaders = self.lightning_module.trainer, self._training_loaders()
         if self.engine.continue_streams(loaders):
             automatic = self.lightning_module.automatic_optimization
-            align(trainer.fit_loop, loaders, trainer.accumulate_grad_batches if automatic else 1)
+            accumulate = trainer.accumulate_grad_batches if automatic else 1
+            go_on(trainer.fit_loop, loaders, self._loader_states, accumulate)

@@ -111,9 +111,31 @@ def test_model_checkpoint(workers: WorkerPool, tiny_llama: Path, tmp_path: Path,
     assert (manifest["step"], manifest["optimizer"], manifest["weights"]) == (12, False, "trained")
 
 
-def _goes_on(directory: str, out: str, options: dict[str, Any], ckpt: str | None) -> Any:
+class Estimating(Module):
+    """Has the Trainer make its loaders before it reads the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        return iter((tokens, torch.tensor(i)) for i, tokens in enumerate(tiny.tokens()))
+
+
+class Streaming(Module):
+    """Reads a stream; the same on both ranks."""
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Stream(), batch_size=2)
+
+
+def _goes_on(kind: Any, directory: str, out: str, options: dict[str, Any], ckpt: str | None) -> Any:
     saver = ModelCheckpoint(out, "saved", save_top_k=1, **options["save"])
-    module = Module(directory)
+    module = kind(directory)
     options = {name: value for name, value in options.items() if name != "save"}
     _trainer(callbacks=(saver,), **options).fit(module, ckpt_path=ckpt)
     return module.read, module.losses, factors(module.model)
@@ -162,10 +184,15 @@ STOPS = {
 QUICK = {"an epoch's end", "max_steps at an epoch's end", "max_steps inside an epoch", "inside an optimizer step"}
 
 
-@pytest.mark.parametrize("stop", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in STOPS])
-def test_goes_on_from(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, stop: str) -> None:
+@pytest.mark.parametrize(
+    ("stop", "kind"),
+    [pytest.param(name, Module, marks=[] if name in QUICK else pytest.mark.full) for name in STOPS]
+    + [("max_steps at a step", Estimating)]
+    + [pytest.param(name, kind, marks=pytest.mark.full) for name in STOPS for kind in (Estimating, Streaming)],
+)
+def test_goes_on_from(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, stop: str, kind: Any) -> None:
     first, whole, save, left = STOPS[stop]
-    run = (2, _goes_on, str(tiny_llama))
+    run = (2, _goes_on, kind, str(tiny_llama))
     straight = workers(*run, str(tmp_path / "straight"), whole | {"save": save}, None)
     workers(*run, str(tmp_path / "first"), first | {"save": save}, None)
     rest = workers(*run, str(tmp_path / "rest"), whole | {"save": save}, str(tmp_path / "first" / "saved.ckpt"))
