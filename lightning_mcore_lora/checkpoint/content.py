@@ -246,6 +246,8 @@ def open_checkpoint(path: Path, parallel: ParallelContext) -> Manifest:
     with together(what):
         manifest = Manifest.read(path.resolve())
         files = list(manifest.files.items())
+        if unsummed := {_COMMON, sharded_io.METADATA} - manifest.files.keys():
+            raise CheckpointError(f"damaged: {manifests.NAME} does not name {', '.join(sorted(unsummed))}")
         place.verify(path.resolve(), files[parallel.global_rank :: parallel.sizes.world_size])
     if parallel.global_rank == 0:
         for rest in place.unfinished(path):
@@ -280,9 +282,10 @@ def load(
         CheckpointError: On every rank, if it is incomplete, damaged or tampered with, or of another model.
     """
     path = Path(path).absolute()
+    what = f"cannot load {path}"
     manifest = open_checkpoint(path, parallel)
     directory = path.resolve()
-    with together(f"cannot load {path}"):
+    with together(what):
         metadata = sharded_io.read_metadata(directory, manifest.files)
         there = _There(metadata.state_dict_metadata)
         common = torch.load(directory / _COMMON, map_location="cpu", weights_only=True)
@@ -294,7 +297,7 @@ def load(
         origin = process_state.origin(manifest.sizes, parallel)
         for optimizer, entry in zip(optimizers, saved, strict=not optimizers or bool(saved)):
             check(optimizer, names_of(optimizer, tensors.trained), entry, shards, manifest.sizes == parallel.sizes)
-    if manifests.other_weights(manifest, tensors.module):
+    if manifest.weights == "trained" and manifests.other_weights(manifest, tensors.module):
         name = manifest.base["name"] or "the base model"
         rank_zero_warn(f"{path}: {name} had other weights when this was saved; adapters fit the base they were made on")
 
@@ -322,10 +325,12 @@ def load(
         parts.append(row(process_state.KEY, streams, origin.rank, manifest.sizes.world_size))
     with torch.no_grad():
         sharded_io.read(by_key(parts), directory, metadata)
-    process = None if streams is None else process_state.unpack(streams)
-    if process is not None:
-        for state, own in zip(states, process.states, strict=True):
-            state.own = own
+    process = None
+    with together(what):
+        if streams is not None:
+            process = process_state.unpack(streams)
+            for state, own in zip(states, process.states, strict=True):
+                state.own = own
     return Loaded(
         manifest,
         common["rest"],
@@ -360,10 +365,8 @@ def _check_module(manifest: Manifest, tensors: Tensors, shards: Shards, there: _
     """Raises what is wrong with a module as the one to load into."""
     missing = sorted(name for name in tensors.trained if not there.has(shards, name))
     known = {of_any_expert(key) for name in tensors.all for key in shards.keys(_MODEL, name)}
-    unexpected = sorted(
-        {of_any_expert(key).removeprefix(f"{_MODEL}.") for key in there.weights()}
-        - {key.removeprefix(f"{_MODEL}.") for key in known}
-    )
+    saved = {of_any_expert(key) for key in there.weights()}
+    unexpected = sorted(key.removeprefix(f"{_MODEL}.") for key in saved - known)
     wrong = manifests.differences(manifest, tensors.module)
     if missing or unexpected:
         wrong.append(

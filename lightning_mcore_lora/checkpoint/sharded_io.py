@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from lightning_mcore_lora import cpu_backend
 from lightning_mcore_lora.checkpoint.errors import CheckpointError, reason, together
 
-_METADATA = ".metadata"
+METADATA = ".metadata"
 _FORMAT = ("torch_dist", 1)
 
 #: What ``.metadata`` may name: plain data classes, enumerations and dtypes.
@@ -167,16 +167,16 @@ def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
         CheckpointError: If it names what it should not: a function to be called, or a file elsewhere.
     """
     try:
-        metadata = _Unpickler(io.BytesIO((directory / _METADATA).read_bytes())).load()
+        metadata = _Unpickler(io.BytesIO((directory / METADATA).read_bytes())).load()
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{_METADATA} cannot be read: {error}") from None
+        raise CheckpointError(f"{METADATA} cannot be read: {error}") from None
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{_METADATA} is not the metadata of a checkpoint")
+        raise CheckpointError(f"{METADATA} is not the metadata of a checkpoint")
     outside = {info.relative_path for info in (metadata.storage_data or {}).values()} - set(files)
     if outside:
-        raise CheckpointError(f"{_METADATA} names files that are not the checkpoint's: {sorted(outside)[:3]}")
+        raise CheckpointError(f"{METADATA} names files that are not the checkpoint's: {sorted(outside)[:3]}")
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
@@ -184,7 +184,7 @@ def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise CheckpointError(f"{_METADATA} names {module}.{name}, which no checkpoint needs: it was tampered with")
+            raise CheckpointError(f"{METADATA} names {module}.{name}, which no checkpoint needs: it was tampered with")
         return super().find_class(module, name)
 
 

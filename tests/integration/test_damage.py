@@ -190,6 +190,16 @@ def test_a_link_leads_nowhere_else(workers: WorkerPool, copy: Path, tmp_path: Pa
         workers(WORLD, _load, str(copy))
 
 
+def test_what_has_no_sum_is_not_read(workers: WorkerPool, copy: Path, tmp_path: Path) -> None:
+    (copy / ".metadata").rename(tmp_path / "outside")
+    (copy / ".metadata").symlink_to(tmp_path / "outside")
+    content = json.loads((copy / "manifest.json").read_text(), object_hook=_without_sum)
+    del content["files"][".metadata"]
+    manifests.Manifest(**content).write(copy)
+    with pytest.raises(WorkerError, match=everywhere("damaged: manifest.json does not name .metadata")):
+        workers(WORLD, _load, str(copy))
+
+
 def test_a_link_to_a_checkpoint_is_followed(workers: WorkerPool, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to(saved)
     workers(WORLD, _load, str(tmp_path / "last.ckpt"))
