@@ -29,6 +29,7 @@ from lightning_mcore_lora.checkpoint.errors import CheckpointError, reason, toge
 
 METADATA = ".metadata"
 _FORMAT = ("torch_dist", 1)
+_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")  # of 0.16 and of 0.19
 
 #: What ``.metadata`` may name: plain data classes, enumerations and dtypes.
 _ALLOWED = {
@@ -216,15 +217,15 @@ def _changed(owner: Any, **values: Any) -> Iterator[None]:
 def _writing_here() -> Iterator[None]:
     """Have Megatron-Core's writer work in this process, where nothing is to go on meanwhile.
 
-    It hands its results over through a manager process, which outlives a killed run; and in 0.16 it forks to write, and
-    waits for ever if the child is killed.
+    It hands its results over through a manager process, which outlives a killed run. In 0.16 it forks to write, and waits
+    for ever if the child is killed; in 0.19 it keeps to itself what the system said.
     """
     logger, writer = logging.getLogger(torch_strategy.__name__), filesystem_async.FileSystemWriterAsync
     level = logger.level
     logger.setLevel(logging.ERROR)  # 0.19 says at each save that its writer will go one day
-    forks = {name: staticmethod(_write_here) for name in ("write_preloaded_data_multiproc",) if hasattr(writer, name)}
+    own = {name: staticmethod(_write_here) for name in _WRITERS if hasattr(writer, name)}
     try:
-        with _changed(filesystem_async, _results_queue=queue.Queue()), _changed(writer, **forks):
+        with _changed(filesystem_async, _results_queue=queue.Queue()), _changed(writer, **own):
             yield
     finally:
         logger.setLevel(level)
