@@ -217,8 +217,8 @@ def _changed(owner: Any, **values: Any) -> Iterator[None]:
 def _writing_here() -> Iterator[None]:
     """Have Megatron-Core's writer work in this process, where nothing is to go on meanwhile.
 
-    It hands its results over through a manager process, which outlives a killed run. In 0.16 it forks to write, and waits
-    for ever if the child is killed; in 0.19 it keeps to itself what the system said.
+    It hands its results over through a manager process, which outlives a killed run. In 0.16 it forks to write, and
+    waits for ever if the child is killed; in 0.19 it keeps to itself what the system said.
     """
     logger, writer = logging.getLogger(torch_strategy.__name__), filesystem_async.FileSystemWriterAsync
     level = logger.level
