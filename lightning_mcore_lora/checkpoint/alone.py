@@ -17,7 +17,7 @@ def load_checkpoint(model: nn.Module, path: str | Path, strict: bool = True) -> 
 
     A collective over all processes; the layout may be another than the checkpoint's. Nothing in the checkpoint is
     executed: it may come from anyone. A model without adapters gets them first, with the settings that are in the
-    checkpoint::
+    checkpoint, but ``sequence_mode="auto"``, which fits any layout::
 
         model = build_gpt_model(directory, parallel)
         load_hf_weights(model, directory, parallel)
@@ -25,7 +25,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, strict: bool = True) -> 
 
     Args:
         model: The base model or a module that holds it, wherever it was when it was saved. Megatron-Core's groups
-            exist: with a strategy, or made by ``ParallelContext.create(ParallelSizes(...))``.
+            exist: with a strategy, or made by ``ParallelContext.create(ParallelSizes(...))``, under
+            ``cpu_backend.active()`` where there is no CUDA.
         path: The checkpoint directory.
         strict: Whether base, adapters' settings and names must be those of the checkpoint; otherwise what fits is read.
 
@@ -40,7 +41,7 @@ def load_checkpoint(model: nn.Module, path: str | Path, strict: bool = True) -> 
     if not next(adapters(model), None):
         lora = open_checkpoint(Path(path).absolute(), parallel).lora
         if lora is not None:
-            apply_lora(model, LoRAConfig(**lora))
+            apply_lora(model, LoRAConfig(**(lora | {"sequence_mode": "auto"})))
     tensors = tensors_of(model)
     loaded = load(path, tensors, [], parallel, strict)
     with torch.no_grad():

@@ -1,6 +1,9 @@
 """Checkpoints as people use them: Lightning's callback in its forms, every entry point, Fabric, and alone."""
 
 import json
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from lightning_mcore_lora import (
 )
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 from tests import runs, tiny
+from tests.launch import free_port
 from tests.workers import WorkerError, WorkerPool
 
 
@@ -268,9 +272,9 @@ def test_adapter_keys_are_strict(workers: WorkerPool, tiny_llama: Path, tmp_path
 # -- alone ---------------------------------------------------------------------------------------------------------
 
 
-def _save_with_trainer(directory: str, out: str) -> dict[Any, torch.Tensor]:
+def _save_with_trainer(directory: str, out: str, mode: str = "local") -> dict[Any, torch.Tensor]:
     module = Module(directory)
-    _trainer(max_epochs=1, callbacks=(ModelCheckpoint(out, "adapter", save_weights_only=True),)).fit(module)
+    _trainer(max_epochs=1, mode=mode, callbacks=(ModelCheckpoint(out, "adapter", save_weights_only=True),)).fit(module)
     return factors(module.model)
 
 
@@ -305,10 +309,29 @@ def _alone(directory: str, path: str) -> dict[Any, torch.Tensor]:
 
 
 def test_alone(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
-    saved = workers(2, _save_with_trainer, str(tiny_llama), str(tmp_path))
-    loaded = workers(2, _alone, str(tiny_llama), str(tmp_path / "adapter.ckpt"))
-    assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))
+    workers(2, _save_with_trainer, str(tiny_llama), str(tmp_path), "regather")
     workers(1, _alone, str(tiny_llama), str(tmp_path / "adapter.ckpt"))
+    saved = workers(2, _save_with_trainer, str(tiny_llama), str(tmp_path / "local"))
+    loaded = workers(2, _alone, str(tiny_llama), str(tmp_path / "local" / "adapter.ckpt"))
+    assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))
+
+
+@pytest.mark.full
+def test_documented_alone(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    """The script of docs/checkpoints.md, with another model."""
+    workers(2, _save_with_trainer, str(tiny_llama), str(tmp_path))
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    script = next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "load_checkpoint(" in code)
+    for there, here in {
+        ".cache/smollm2-135m-instruct": tiny_llama,
+        "runs/finetune/last.ckpt": tmp_path / "adapter.ckpt",
+        "29511": free_port(),
+    }.items():
+        assert there in script
+        script = script.replace(there, str(here))
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{tiny_llama.name} 4 {{'rank': 12," in done.stdout
 
 
 def _fabric_reads(directory: str, path: str) -> dict[Any, torch.Tensor]:
