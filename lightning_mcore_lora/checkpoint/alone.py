@@ -38,13 +38,15 @@ def load_checkpoint(model: nn.Module, path: str | Path, strict: bool = True) -> 
         CheckpointError: On every rank, if it is incomplete, damaged, tampered with, or of another model.
     """
     parallel = ParallelContext.current()
-    if not next(adapters(model), None):
-        lora = open_checkpoint(Path(path).absolute(), parallel).lora
-        if lora is not None:
-            apply_lora(model, LoRAConfig(**(lora | {"sequence_mode": "auto"})))
+    manifest = open_checkpoint(Path(path).absolute(), parallel)
+    if manifest.lora is not None and not next(adapters(model), None):
+        apply_lora(model, LoRAConfig(**(manifest.lora | {"sequence_mode": "auto"})))
     tensors = tensors_of(model)
-    loaded = load(path, tensors, [], parallel, strict)
+    loaded = load(path, tensors, [], parallel, strict, manifest)
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in loaded.weights.items():
             tensors.all[name].copy_(value)
-    return loaded.manifest
+            if name in parameters:  # beside its master, where a strategy has made one
+                parameters[name].copy_(value)
+    return manifest

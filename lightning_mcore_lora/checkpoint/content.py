@@ -23,7 +23,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import Metadata
 from torch.optim import Optimizer
 
 from lightning_mcore_lora.checkpoint import manifest as manifests
@@ -119,7 +119,7 @@ class Save:
         assert beside[0] is not None
         self._beside = beside[0]
         with self._or_clean_up():
-            parts, common = _gather(tensors, rest, optimizers, parallel, process, everything, left_out)
+            parts, common = _gather(tensors, rest, optimizers, parallel, process, everything, left_out, self._what)
             with together(self._what):
                 if parallel.global_rank == 0:
                     (self._beside / _COMMON).write_bytes(_plain(common))
@@ -188,6 +188,7 @@ def _gather(
     process: ProcessState,
     everything: bool,
     left_out: Collection[str],
+    what: str,
 ) -> tuple[list[ShardedTensor], dict[str, Any]]:
     """This rank's parts, and what all share."""
     shards = Shards(tensors.all, parallel)
@@ -198,7 +199,8 @@ def _gather(
         for key, values in state.like.items():
             parts += shards.parts(_optimizer(i, key), values)
     process.states = [state.own for state in states]
-    parts.append(row(process_state.KEY, process_state.pack(process), parallel.global_rank, parallel.sizes.world_size))
+    own = process_state.pack(process, what)
+    parts.append(row(process_state.KEY, own, parallel.global_rank, parallel.sizes.world_size))
     shared: list[Any] = [None] * parallel.sizes.world_size
     torch.distributed.all_gather_object(shared, [in_common(*pair, shards) for pair in zip(optimizers, states)])
     return parts, {"rest": rest, "optimizers": [of_all_ranks(list(ranks)) for ranks in zip(*shared, strict=True)]}
@@ -261,6 +263,7 @@ def load(
     optimizers: Sequence[Optimizer],
     parallel: ParallelContext,
     strict: bool = True,
+    manifest: Manifest | None = None,
 ) -> Loaded:
     """Read a checkpoint directory for a module that has its adapters already. A collective over all processes.
 
@@ -274,6 +277,7 @@ def load(
         parallel: The layout.
         strict: Whether every trained name must be in the checkpoint, each of its names in the module, and the base and
             the adapters' settings the same; otherwise what is in both is read.
+        manifest: What :func:`open_checkpoint` returned, if that was called.
 
     Returns:
         What it held.
@@ -283,11 +287,11 @@ def load(
     """
     path = Path(path).absolute()
     what = f"cannot load {path}"
-    manifest = open_checkpoint(path, parallel)
+    manifest = manifest or open_checkpoint(path, parallel)
     directory = path.resolve()
     with together(what):
         metadata = sharded_io.read_metadata(directory, manifest.files)
-        there = _There(metadata.state_dict_metadata)
+        there = _There(metadata)
         common = torch.load(directory / _COMMON, map_location="cpu", weights_only=True)
         here = manifests.base_identity(tensors.module)["path"]
         shards = Shards(tensors.all, parallel, (here, manifest.base["path"]))
@@ -295,7 +299,9 @@ def load(
             _check_module(manifest, tensors, shards, there)
         saved = common["optimizers"] if optimizers else []
         origin = process_state.origin(manifest.sizes, parallel)
-        for optimizer, entry in zip(optimizers, saved, strict=not optimizers or bool(saved)):
+        if saved and len(saved) != len(optimizers):
+            raise CheckpointError(f"it holds {len(saved)} optimizers, this run has {len(optimizers)}")
+        for optimizer, entry in zip(optimizers, saved, strict=False):
             check(optimizer, names_of(optimizer, tensors.trained), entry, shards, manifest.sizes == parallel.sizes)
     if manifest.weights == "trained" and manifests.other_weights(manifest, tensors.module):
         name = manifest.base["name"] or "the base model"
@@ -344,8 +350,8 @@ def load(
 class _There:
     """What tensors a checkpoint holds, by key."""
 
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = {key: item for key, item in items.items() if isinstance(item, TensorStorageMetadata)}
+    def __init__(self, metadata: Metadata) -> None:
+        self._items: Mapping[str, Any] = metadata.state_dict_metadata
 
     def has(self, shards: Shards, name: str, prefix: str = _MODEL) -> bool:
         return all(key in self._items for key in shards.keys(prefix, name))

@@ -140,7 +140,7 @@ def adapter_config(module: nn.Module) -> Any:
 
 def base_identity(module: nn.Module) -> dict[str, str | None]:
     """What tells a base model from others, the same at every layout and in every precision."""
-    bases = ((path, m) for path, m in module.named_modules() if hasattr(m, "config") and hasattr(m, "decoder"))
+    bases = ((path, m) for path, m in module.named_modules() if hasattr(m, "config") and "decoder" in m._modules)
     path, model = next(bases, (None, None))
     if model is None:
         return {"name": None, "path": None, "config_sha256": None, "norm_sha256": None}

@@ -18,7 +18,7 @@ _BLOCK = 1 << 20
 
 def partials(path: Path) -> list[Path]:
     """Directories in which a checkpoint was written and not completed; hidden, so that nobody takes them for one."""
-    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.partial"))
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"))
 
 
 def _replaced(path: Path) -> Path:

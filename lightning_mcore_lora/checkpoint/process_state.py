@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mcore_lora.checkpoint.errors import together
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 
 KEY = "process"
@@ -31,10 +32,16 @@ class ProcessState:
     states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
 
 
-def pack(state: ProcessState) -> Tensor:
-    """One row ``[1, n]`` of bytes, as long on every rank. A collective over all processes."""
+def pack(state: ProcessState, what: str) -> Tensor:
+    """One row ``[1, n]`` of bytes, as long on every rank. A collective over all processes.
+
+    Raises:
+        CheckpointError: On every rank, if it could not be read again.
+    """
     stream = io.BytesIO()
-    torch.save(vars(state), stream)
+    with together(what):
+        torch.save(vars(state), stream)
+        torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     content = stream.getvalue()
     own = torch.frombuffer(bytearray(len(content).to_bytes(_LENGTH, "little") + content), dtype=torch.uint8)
     lengths: list[int] = [0] * torch.distributed.get_world_size()

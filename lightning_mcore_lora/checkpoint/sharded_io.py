@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -22,7 +23,14 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from lightning_mcore_lora import cpu_backend
 from lightning_mcore_lora.checkpoint.errors import CheckpointError, reason, together
@@ -31,10 +39,8 @@ METADATA = ".metadata"
 _FORMAT = ("torch_dist", 1)
 _WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")  # of 0.16 and of 0.19
 
-#: What ``.metadata`` may name: plain data classes, enumerations and dtypes.
-_ALLOWED = {
-    "collections": {"OrderedDict"},
-    "torch": {"Size", "bfloat16", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8", "bool"},
+#: What ``.metadata`` names: data classes and enumerations, of which records take the place, ...
+_RECORDS = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.metadata": {
@@ -55,6 +61,8 @@ _ALLOWED = {
         "WriteItemType",
     },
 }
+#: ... and dtypes.
+_DTYPES = {"bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"}
 
 
 class Writing:
@@ -77,12 +85,14 @@ class Writing:
         self._what = what
         self._failures: list[OSError] = []
         self._calls: Any = None
+        self._writer: Any = filesystem_async.FileSystemWriterAsync
         strategy = torch_strategy.TorchDistSaveShardedStrategy(*_FORMAT, thread_count=1)
         if in_background:
-            queue_type, settings = _asynchronous()
+            queue_type, self._writer, settings = _asynchronous()
+            with self._listening(), _changed(filesystem_async, _results_queue=_ResultsInFile()):
+                request = strategy.async_save(shards, directory, **settings)
+            self._check()
             with cpu_backend.active():
-                with _changed(filesystem_async, _results_queue=_ResultsInFile()):
-                    request = strategy.async_save(shards, directory, **settings)
                 self._calls = queue_type()
                 self._calls.schedule_async_request(request)
         else:
@@ -117,8 +127,7 @@ class Writing:
         Megatron-Core raises on every rank, with the reasons on rank zero alone, if parts cannot be written; and on rank
         zero alone, while the others wait for its word, if the metadata cannot.
         """
-        writer = filesystem_async.FileSystemWriterAsync
-        finish = writer.finish
+        finish = self._writer.finish
 
         def finish_quietly(writer: Any, *args: Any) -> None:
             try:
@@ -126,7 +135,7 @@ class Writing:
             except OSError as error:
                 self._failures.append(error)
 
-        with cpu_backend.active(), _changed(writer, finish=finish_quietly):
+        with cpu_backend.active(), _changed(self._writer, finish=finish_quietly):
             try:
                 yield
             except CheckpointException as error:
@@ -160,6 +169,8 @@ def read(shards: dict[str, ShardedTensor], directory: Path, metadata: Metadata) 
 def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
     """Which tensors a checkpoint holds, and in which of its files.
 
+    None of the objects that the file describes is made: its values are copied, each of the type that it must have.
+
     Args:
         directory: The checkpoint.
         files: Names of its files.
@@ -168,25 +179,72 @@ def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
         CheckpointError: If it names what it should not: a function to be called, or a file elsewhere.
     """
     try:
-        metadata = _Unpickler(io.BytesIO((directory / METADATA).read_bytes())).load()
+        found = _Unpickler(io.BytesIO((directory / METADATA).read_bytes())).load()
+        tensors: dict[str, Any] = {
+            _of_type(key, str): _tensor(item)
+            for key, item in _items(found.state["state_dict_metadata"])
+            if type(item).__name__ == "TensorStorageMetadata"
+        }
+        storage = {
+            MetadataIndex(_of_type(index.state["fqn"], str), _size(index.state["offset"])): info
+            for index, item in _items(found.state["storage_data"])
+            if index.state["fqn"] in tensors and (info := _info(item))
+        }
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{METADATA} cannot be read: {error}") from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{METADATA} is not the metadata of a checkpoint")
-    outside = {info.relative_path for info in (metadata.storage_data or {}).values()} - set(files)
+    outside = {info.relative_path for info in storage.values()} - set(files)
     if outside:
         raise CheckpointError(f"{METADATA} names files that are not the checkpoint's: {sorted(outside)[:3]}")
-    metadata.storage_meta = metadata.storage_meta or StorageMeta()
-    return metadata
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+
+
+class _Record:
+    """Stands for an object of any class: keeps what it was made of, and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
-            raise CheckpointError(f"{METADATA} names {module}.{name}, which no checkpoint needs: it was tampered with")
-        return super().find_class(module, name)
+        if name in _RECORDS.get(module, ()):
+            return type(name, (_Record,), {})
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        raise CheckpointError(f"{METADATA} names {module}.{name}, which no checkpoint needs: it was tampered with")
+
+
+def _items(found: Any) -> Any:
+    return _of_type(found, dict).items()
+
+
+def _of_type(found: Any, kind: type) -> Any:
+    if type(found) is not kind:
+        raise CheckpointError(f"{METADATA} holds a {type(found).__name__} for a {kind.__name__}: it was tampered with")
+    return found
+
+
+def _size(found: Any) -> torch.Size:
+    return torch.Size(found or ())
+
+
+def _tensor(item: Any) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(_size(c.state["offsets"]), _size(c.state["sizes"])) for c in item.state["chunks"]]
+    properties = TensorProperties(dtype=item.state["properties"].state[0])
+    return TensorStorageMetadata(properties, _size(item.state["size"]), chunks)
+
+
+def _info(item: Any) -> _StorageInfo:
+    return _StorageInfo(
+        _of_type(item.state["relative_path"], str), int(item.state["offset"]), int(item.state["length"])
+    )
 
 
 class _Reader(FileSystemReader):
@@ -261,10 +319,11 @@ class _ResultsInFile:
         return results
 
 
-def _asynchronous() -> tuple[Any, dict[str, str]]:
+def _asynchronous() -> tuple[Any, Any, dict[str, str]]:
     """Who writes in the background: NVIDIA's resiliency extension from 0.19 on, or Megatron-Core's own."""
     choose = getattr(torch_strategy, "get_async_strategy", None)
     if choose is None:
-        return AsyncCallsQueue, {}
+        return AsyncCallsQueue, filesystem_async.FileSystemWriterAsync, {}
     name = "nvrx" if torch_strategy.HAVE_NVRX else "mcore"
-    return choose(name, module="AsyncCallsQueue")[1], {"async_strategy": name}
+    modules = choose(name)[1]
+    return modules["AsyncCallsQueue"], modules["FileSystemWriterAsync"], {"async_strategy": name}

@@ -1,6 +1,5 @@
 """The tensors of a module, by what becomes of them in a checkpoint."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.checkpoint.shards import is_numbered_expert
 from lightning_mcore_lora.models.marks import mark_parameters
+from lightning_mcore_lora.parallel import master_of
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,14 @@ class Tensors:
         return {**self.frozen, **self.buffers, **self.trained}
 
 
-def tensors_of(module: nn.Module, master: Callable[[nn.Parameter], nn.Parameter] = lambda p: p) -> Tensors:
-    """The tensors of a module.
-
-    Args:
-        module: The module.
-        master: Gives what the optimizer trains for a parameter.
-    """
+def tensors_of(module: nn.Module) -> Tensors:
+    """The tensors of a module."""
     mark_parameters(module)
     factors = {id(p) for _, adapter in adapters(module) for p in adapter.parameters()}
     trained, frozen = {}, {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad or id(parameter) in factors:
-            trained[name] = master(parameter)
+            trained[name] = master_of(parameter)
         else:
             frozen[name] = parameter
     buffers = {
@@ -56,18 +51,26 @@ def tensors_of(module: nn.Module, master: Callable[[nn.Parameter], nn.Parameter]
     return Tensors(module, trained, buffers, frozen)
 
 
-def check_can_save(module: nn.Module) -> None:
-    """Check that what is trainable has a place in a checkpoint.
+def check_can_save(module: nn.Module, everything: bool) -> None:
+    """Check that what is to be saved has a place in a checkpoint.
+
+    Args:
+        module: The module.
+        everything: Whether the frozen base is saved too.
 
     Raises:
-        NotImplementedError: If experts are trainable whose weights are not told apart by name.
+        NotImplementedError: If experts are to be saved whose weights are not told apart by name.
     """
     unnamed = [
         name
         for name, p in module.named_parameters()
-        if p.requires_grad and ".experts." in name and not hasattr(p, "experts") and not is_numbered_expert(name)
+        if (p.requires_grad or everything)
+        and ".experts." in name
+        and not hasattr(p, "experts")
+        and not is_numbered_expert(name)
     ]
     if unnamed:
+        way_out = "leave save_base_weights out" if everything else f"freeze {unnamed[:3]} ..."
         raise NotImplementedError(
-            f"training grouped expert weights is not supported yet, only SequentialMLP's: freeze {unnamed[:3]} ..."
+            f"training and saving grouped expert weights is not supported yet, only SequentialMLP's: {way_out}"
         )

@@ -12,8 +12,8 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbe
 def mark_parameters(model: nn.Module) -> None:
     """Complete Megatron-Core's marks; may be called again.
 
-    It marks sharded weights only where it initialises them, and takes fused gate and up for one block: a whole tensor
-    put together by that would have gate and up of each shard in turn, and be wrong at any other tensor-parallel size.
+    It marks sharded weights only where it initialises them, Transformer Engine takes fused gate and up for one block: a
+    whole tensor put together by that would have gate and up of each shard in turn, and be wrong at any other size.
     """
     for name, module in model.named_modules():
         path = name.split(".")

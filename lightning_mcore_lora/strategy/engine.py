@@ -80,7 +80,7 @@ class Engine:
         async_save: bool = False,
     ) -> None:
         self._save_base_weights = save_base_weights
-        self._async_save = async_save
+        self.async_save = async_save
         self._save: content.Save | None = None
         self._sharded_streams: dict[str, Tensor] = {}
         self._tensor = tensor_parallel_size
@@ -123,7 +123,7 @@ class Engine:
         if not self._patched:
             cpu_backend.apply()
             self._patched = True
-            if self._async_save:
+            if self.async_save:
                 atexit.register(self._finish_at_exit)  # Fabric says nothing when it ends
         sizes = self.sizes(world_size)
         if self.peers is None:
@@ -135,16 +135,18 @@ class Engine:
 
     def stop(self) -> None:
         """Undo what :meth:`start` and :meth:`prepare` changed, but the groups, which the model goes on using."""
-        self.finish_saving()
-        if self._patched:
-            self._sharded_streams = seeding.get_random_state()["mcore"]
-        self._leave()
-        if self.reducer is not None:
-            self.reducer.close()
-            self.reducer = None
-        if self._patched:
-            cpu_backend.undo()
-            self._patched = False
+        try:
+            self.finish_saving()
+        finally:
+            if self._patched:
+                self._sharded_streams = seeding.get_random_state()["mcore"]
+            self._leave()
+            if self.reducer is not None:
+                self.reducer.close()
+                self.reducer = None
+            if self._patched:
+                cpu_backend.undo()
+                self._patched = False
 
     def _finish_at_exit(self) -> None:
         if not hasattr(sys, "last_type"):  # nothing was raised
@@ -187,7 +189,7 @@ class Engine:
         assert self.parallel is not None
         facts = {**agreement.module_facts(module), "adapters": [a.facts() for _, a in adapters(module)], **settings}
         agreement.check_same("Models, adapters or settings", facts)
-        check_can_save(module)
+        check_can_save(module, self._save_base_weights)
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
@@ -226,7 +228,7 @@ class Engine:
 
     def tensors(self, module: nn.Module) -> Tensors:
         """What there is to save: each trainable parameter or its float32 master, frozen factors of adapters, ..."""
-        return tensors_of(module, self.masters.of)
+        return tensors_of(module)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -336,7 +338,7 @@ class Engine:
             step=step,
             everything=self._save_base_weights,
             left_out=left_out,
-            in_background=self._async_save and self._patched,
+            in_background=self.async_save and self._patched,
         )
 
     def finish_saving(self, wait: bool = True) -> None:
@@ -359,7 +361,7 @@ class Engine:
 
     def load_weights(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
         """Set trainable parameters, their masters, and buffers."""
-        buffers = dict(module.named_buffers())
+        buffers = dict(module.named_buffers(remove_duplicate=False))
         trained = {name: value for name, value in weights.items() if name not in buffers}
         self.masters.load(dict(module.named_parameters()), trained)
         with torch.no_grad():

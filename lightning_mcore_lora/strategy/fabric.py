@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.checkpoint.errors import CheckpointError
 from lightning_mcore_lora.strategy import launchers
 from lightning_mcore_lora.strategy.engine import Engine
@@ -228,9 +229,10 @@ class FabricFace(Processes, ParallelStrategy):
         return values
 
     def _split(self, state: dict[str, Any]) -> tuple[str | None, dict[str, Optimizer], dict[str, ResumableLoader]]:
-        """The key of the trainable model; optimizers and loaders by key."""
+        """The key of the trainable model, or else of one that has adapters; optimizers and loaders by key."""
         modules = {k: v for k, v in state.items() if isinstance(v, nn.Module)}
         models = [k for k, v in modules.items() if any(p.requires_grad for p in v.parameters())]
+        models = models or [k for k, v in modules.items() if next(adapters(v), None)]
         if len(models) > 1:
             raise NotImplementedError(f"the state holds several trainable models: {models}")
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}

@@ -203,6 +203,7 @@ class CountingLoader(ResumableLoader):
         for batch in super().__iter__():
             self._batches += 1
             yield batch
+        self._batches = 0  # the next epoch begins whole, however long this one was
 
     def state_dict(self) -> dict[str, int]:
         """Position in the epoch, and which it is."""

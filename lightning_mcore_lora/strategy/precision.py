@@ -11,6 +11,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_mcore_lora.adapters import adapters
+from lightning_mcore_lora.parallel import master_of
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 #: Marks of Megatron-Core on a parameter, by which it is reduced, counted and saved.
@@ -110,15 +111,17 @@ class Masters:
         before, self._pairs = self._pairs, {}
         for parameter in parameters:
             if parameter.dtype == torch.float32:
+                vars(parameter).pop("float32_master", None)
                 continue
             pair = before.get(id(parameter))
             if pair is None or not torch.equal(pair[1].to(parameter.dtype), parameter):
                 pair = (parameter, _master(parameter))
             self._pairs[id(parameter)] = pair
+            parameter.float32_master = pair[1]  # type: ignore[attr-defined]
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer trains for ``parameter``."""
-        return self._pairs[id(parameter)][1] if id(parameter) in self._pairs else parameter
+        return master_of(parameter)
 
     def give_to(self, optimizer: Optimizer) -> None:
         """Put the masters into an optimizer that was made with the parameters."""

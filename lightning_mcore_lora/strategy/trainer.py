@@ -106,6 +106,11 @@ class TrainerFace(Processes, ParallelStrategy):
                         f"{type(callback).__name__} is not supported by {type(self).__name__}: "
                         f"{REFUSED_CALLBACKS[kind.__name__]}"
                     )
+            if getattr(callback, "save_last", None) == "link" and self.engine.async_save:
+                raise NotImplementedError(
+                    f"{type(callback).__name__}(save_last='link') does not fit async_save=True: Lightning would delete "
+                    "the last checkpoint for a link to one that is still being written. Use save_last=True"
+                )
             if getattr(callback, "save_on_exception", False):
                 raise NotImplementedError(
                     f"{type(callback).__name__}(save_on_exception=True) is not supported by {type(self).__name__}: "

@@ -170,6 +170,7 @@ STOPS = {
         {"every_n_epochs": 1, "save_on_train_epoch_end": True},
         6,
     ),
+    "a step inside an epoch": ({"max_epochs": 2}, EPOCHS, {"every_n_train_steps": 6}, 6),
     "max_steps at a step": ({"max_epochs": -1, "max_steps": 6}, STEPS, {"every_n_train_steps": 6}, 6),
     "validation inside an epoch": (
         {"max_epochs": -1, "max_steps": 3, "val_check_interval": 2},
@@ -191,7 +192,7 @@ QUICK = {"an epoch's end", "max_steps at an epoch's end", "max_steps inside an e
 @pytest.mark.parametrize(
     ("stop", "kind"),
     [pytest.param(name, Module, marks=[] if name in QUICK else pytest.mark.full) for name in STOPS]
-    + [("max_steps at a step", Estimating)]
+    + [("a step inside an epoch", Estimating)]
     + [pytest.param(name, kind, marks=pytest.mark.full) for name in STOPS for kind in (Estimating, Streaming)],
 )
 def test_goes_on_from(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, stop: str, kind: Any) -> None:
@@ -359,6 +360,52 @@ def test_what_one_framework_wrote_the_other_reads(workers: WorkerPool, tiny_llam
     workers(2, _trainer_reads, str(tiny_llama), path)
     loaded = workers(2, _alone, str(tiny_llama), f"{path}.fabric")
     assert all(same(one, other) for one, other in zip(saved, loaded, strict=True))
+
+
+def _frozen_and_loops(directory: str, out: str) -> None:
+    fabric = runs.fabric(MCoreTP(tensor_parallel_size=2), precision="bf16-true")
+    model = runs.model_for_fabric(fabric, directory, "local")
+    model.decoder.final_layernorm.requires_grad_()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(Stream(), batch_size=2))
+    assert len(list(loader)) == 10
+    fabric.save(out, {"model": model, "optimizer": optimizer, "loader": loader})
+    expected = factors(model)
+    norm = model.decoder.final_layernorm.weight
+    saved = norm.detach().clone()
+    with torch.no_grad():
+        for p in (*runs.factors_of(model).values(), norm, norm.float32_master):
+            p.zero_()
+    fabric.load(out, {"model": model, "loader": loader})
+    assert len(list(loader)) == 10, "an epoch that had ended is over"
+    with torch.no_grad():
+        norm.zero_()
+        norm.float32_master.zero_()
+    load_checkpoint(model, out)
+    fabric.strategy.engine.masters.copy_back()
+    assert torch.equal(norm, saved), "its master was set too"
+
+    other = runs.model_for_fabric(fabric, directory, "local")
+    with torch.no_grad():
+        for p in runs.factors_of(other).values():
+            p.zero_()
+    other.requires_grad_(False)
+    fabric.load(out, {"model": other}, strict=False)
+    assert same(factors(other), expected), "adapters to look at"
+
+
+def test_fabric_loads_what_is_there(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    workers(2, _frozen_and_loops, str(tiny_llama), str(tmp_path / "state.ckpt"))
+
+
+def _link(directory: str, out: str) -> None:
+    saver = ModelCheckpoint(out, save_last="link")
+    with pytest.raises(NotImplementedError, match=r"ModelCheckpoint\(save_last='link'\) does not fit async_save=True"):
+        _trainer(callbacks=(saver,), strategy={"async_save": True}).fit(Module(directory))
+
+
+def test_no_link_to_what_is_not_there_yet(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    workers(2, _link, str(tiny_llama), str(tmp_path))
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pickle
 import resource
 import shutil
 import signal
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,19 @@ def test_metadata_leads_nowhere_else(workers: WorkerPool, copy: Path, tmp_path: 
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     vouch_for(copy)
     with pytest.raises(WorkerError, match=everywhere(r"names files that are not the checkpoint's: \['../outside'\]")):
+        workers(WORLD, _load, str(copy))
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, list])
+def test_metadata_hides_nothing(workers: WorkerPool, copy: Path, kind: Any) -> None:
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    hidden = kind(metadata.storage_data)
+    if kind is OrderedDict:
+        hidden.values = hidden.items = OrderedDict  # what looks into it sees nothing
+    metadata.storage_data = hidden
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    vouch_for(copy)
+    with pytest.raises(WorkerError, match=everywhere("(names collections.OrderedDict|holds a list for a dict)")):
         workers(WORLD, _load, str(copy))
 
 

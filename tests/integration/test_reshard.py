@@ -23,7 +23,7 @@ DENSE = {
     "bfloat16": Job({"dtype": "bfloat16"}, bound=None),
     "bf16-true": Job(None, precision="bf16-true", bound=None),
     "accumulate": Job(accumulate=2),
-    "full": Job(None),
+    "full": Job(None, {"perform_initialization": False}),  # where Megatron-Core initialises nothing, it marks nothing
 }
 MIXTURE = {
     "dora": Job({"dora": True}),

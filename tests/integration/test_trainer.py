@@ -305,9 +305,11 @@ def test_trainable_grouped_experts_are_refused() -> None:
     layer = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"linear_fc1": torch.nn.Linear(1, 1, bias=False)})})
     module = torch.nn.ModuleDict({"mlp": layer})
     with pytest.raises(NotImplementedError, match=r"training grouped expert weights .* freeze \['mlp.experts.linear"):
-        check_can_save(module)
+        check_can_save(module, everything=False)
     module.requires_grad_(False)
-    check_can_save(module)
+    check_can_save(module, everything=False)
+    with pytest.raises(NotImplementedError, match=r"saving grouped expert weights .* leave save_base_weights out"):
+        check_can_save(module, everything=True)
 
 
 def _validate_from(directory: str, out: str) -> tuple[float, float, bool, list[float]]:
