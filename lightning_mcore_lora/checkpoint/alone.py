@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_mcore_lora.adapters import LoRAConfig, adapters, apply_lora
 from lightning_mcore_lora.checkpoint.content import load, open_checkpoint
+from lightning_mcore_lora.checkpoint.errors import CheckpointError
 from lightning_mcore_lora.checkpoint.manifest import Manifest
 from lightning_mcore_lora.checkpoint.tensors import tensors_of
 from lightning_mcore_lora.parallel import ParallelContext
@@ -40,7 +41,11 @@ def load_checkpoint(model: nn.Module, path: str | Path, strict: bool = True) -> 
     parallel = ParallelContext.current()
     manifest = open_checkpoint(Path(path).absolute(), parallel)
     if manifest.lora is not None and not next(adapters(model), None):
-        apply_lora(model, LoRAConfig(**(manifest.lora | {"sequence_mode": "auto"})))
+        try:
+            config = LoRAConfig(**(manifest.lora | {"sequence_mode": "auto"}))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"cannot load {path}: its LoRAConfig is not this version's: {error}") from error
+        apply_lora(model, config)
     tensors = tensors_of(model)
     loaded = load(path, tensors, [], parallel, strict, manifest)
     parameters = dict(model.named_parameters())

@@ -61,7 +61,7 @@ class Loaded:
         rest: What was saved beside the tensors.
         weights: Name to this rank's value of what is trained, in float32, and of buffers.
         optimizer_states: A ``state_dict`` of each optimizer; empty if none was saved, or asked for.
-        process: This process's random streams; ``None`` if no optimizer was asked for.
+        process: This process's random streams; ``None`` if not asked for.
         origin: Whose they were.
     """
 
@@ -147,12 +147,16 @@ class Save:
                     replace(self._manifest, files=files).write(self._beside)
                     place.sync(self._beside / manifests.NAME)
                     place.commit(self._beside, self._path)
-                    for path in self._to_remove:
+            if self._parallel.global_rank == 0:
+                for path in self._to_remove:
+                    try:
                         place.remove(path)
+                    except OSError as error:
+                        rank_zero_warn(f"{path} is not deleted: {error}")
 
     def remove_then(self, path: Path) -> None:
         """Delete another checkpoint when this one is complete, and not before."""
-        self._to_remove.append(path)
+        self._to_remove.append(path.absolute())
 
     def _sums(self) -> dict[str, dict[str, int | str]]:
         """Sums of all files, each taken by the rank that wrote it."""
@@ -176,7 +180,7 @@ class Save:
         except CheckpointError:
             self.is_complete = True  # there is nothing to complete any more
             if self._parallel.global_rank == 0:
-                place.remove(self._beside)  # a full disk has room again
+                place.discard(self._beside)  # a full disk has room again
             raise
 
 
@@ -264,6 +268,7 @@ def load(
     parallel: ParallelContext,
     strict: bool = True,
     manifest: Manifest | None = None,
+    with_streams: bool = False,
 ) -> Loaded:
     """Read a checkpoint directory for a module that has its adapters already. A collective over all processes.
 
@@ -278,6 +283,7 @@ def load(
         strict: Whether every trained name must be in the checkpoint, each of its names in the module, and the base and
             the adapters' settings the same; otherwise what is in both is read.
         manifest: What :func:`open_checkpoint` returned, if that was called.
+        with_streams: Whether to read the random streams too, for a run that goes on.
 
     Returns:
         What it held.
@@ -326,7 +332,7 @@ def load(
             parts += shards.parts(prefix, state.like[key])
         states.append(state)
     streams = None
-    if saved:
+    if with_streams:
         streams = torch.empty(there.shape(process_state.KEY)[1:], dtype=torch.uint8)[None]
         parts.append(row(process_state.KEY, streams, origin.rank, manifest.sizes.world_size))
     with torch.no_grad():
@@ -335,7 +341,7 @@ def load(
     with together(what):
         if streams is not None:
             process = process_state.unpack(streams)
-            for state, own in zip(states, process.states, strict=True):
+            for state, own in zip(states, process.states, strict=False):
                 state.own = own
     return Loaded(
         manifest,
@@ -354,7 +360,7 @@ class _There:
         self._items: Mapping[str, Any] = metadata.state_dict_metadata
 
     def has(self, shards: Shards, name: str, prefix: str = _MODEL) -> bool:
-        return all(key in self._items for key in shards.keys(prefix, name))
+        return shards.is_empty(name) or all(key in self._items for key in shards.keys(prefix, name))
 
     def dtype(self, shards: Shards, name: str, prefix: str) -> torch.dtype:
         return self._items[shards.keys(prefix, name)[0]].properties.dtype
@@ -373,6 +379,9 @@ def _check_module(manifest: Manifest, tensors: Tensors, shards: Shards, there: _
     known = {of_any_expert(key) for name in tensors.all for key in shards.keys(_MODEL, name)}
     saved = {of_any_expert(key) for key in there.weights()}
     unexpected = sorted(key.removeprefix(f"{_MODEL}.") for key in saved - known)
+    if manifest.base["path"] and not manifests.base_identity(tensors.module)["path"]:
+        # Into the base model alone goes what is the base model's.
+        unexpected = [name for name in unexpected if name.startswith(f"{manifest.base['path']}.")]
     wrong = manifests.differences(manifest, tensors.module)
     if missing or unexpected:
         wrong.append(

@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.checkpoint.errors import CheckpointError
+from lightning_mcore_lora.checkpoint.place import MANIFEST as NAME
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 
 FORMAT_VERSION = 2
-NAME = "manifest.json"
 _PACKAGES = ("lightning-mcore-lora", "lightning", "megatron-core", "torch", "transformer-engine")
 #: What of a base model's config its weights and its function depend on.
 _ARCHITECTURE = (
@@ -96,7 +96,7 @@ class Manifest:
             CheckpointError: If it is absent, damaged or of another format.
         """
         file = directory / NAME
-        if not file.is_file():
+        if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"{directory} is not a complete checkpoint of this package: it has no {NAME}")
         try:
             content = json.loads(file.read_text())

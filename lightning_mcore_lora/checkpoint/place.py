@@ -1,5 +1,6 @@
 """A directory that is there whole or not at all: written beside its place, checked by sums, moved by one rename."""
 
+import contextlib
 import ctypes
 import errno
 import glob
@@ -10,19 +11,27 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
 from lightning_mcore_lora.checkpoint.errors import CheckpointError
 
+MANIFEST = "manifest.json"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _BLOCK = 1 << 20
 
 
+def _workshop(path: Path) -> Path:
+    """Where checkpoints of a folder are written and deleted: out of sight of whoever looks for them by name."""
+    return path.parent / ".saving"
+
+
 def partials(path: Path) -> list[Path]:
-    """Directories in which a checkpoint was written and not completed; hidden, so that nobody takes them for one."""
-    return sorted(path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"))
+    """Directories in which a checkpoint was written and not completed."""
+    return sorted(_workshop(path).glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"))
 
 
 def _replaced(path: Path) -> Path:
-    return path.with_name(f".{path.name}.replaced")
+    return _workshop(path) / f"{path.name}.replaced"
 
 
 def begin(path: Path) -> Path:
@@ -30,10 +39,10 @@ def begin(path: Path) -> Path:
 
     No other save has had its name: what a killed run is still writing lands elsewhere.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for rest in (*path.parent.glob(".*.removed"), *partials(path)):
+    _workshop(path).mkdir(parents=True, exist_ok=True)
+    for rest in (*_workshop(path).glob("*.removed"), *partials(path)):
         _delete(rest)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    beside = _workshop(path) / f"{path.name}.{secrets.token_hex(4)}.partial"
     beside.mkdir()
     return beside
 
@@ -49,20 +58,35 @@ def commit(beside: Path, path: Path) -> None:
     else:  # two renames, on file systems that have no exchange: `find` ends what a kill in between leaves
         _delete(old)
         path.rename(old)
-        beside.rename(path)
+        try:
+            beside.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
     sync(path.parent)
-    _delete(old)
+    discard(old)
+
+
+def discard(beside: Path) -> None:
+    """Delete what was written and is not wanted."""
+    _delete(beside)
+    with contextlib.suppress(OSError):  # there is more in it
+        beside.parent.rmdir()
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; half deleted it no longer bears its name."""
+    """Delete a checkpoint, and nothing else; half deleted it no longer bears its name."""
     if path.is_symlink():
         path.unlink()
-    elif path.exists():
-        gone = path.with_name(f".{path.name}.removed")
+    elif (path / MANIFEST).is_file():
+        gone = _workshop(path) / f"{path.name}.removed"
+        gone.parent.mkdir(exist_ok=True)
         _delete(gone)
         path.rename(gone)
-        _delete(gone)
+        _delete(_replaced(path))
+        discard(gone)
+    elif path.exists():
+        rank_zero_warn(f"{path} is not deleted: it is no checkpoint, it has no {MANIFEST}")
 
 
 def _is_taken(path: Path) -> bool:
@@ -85,7 +109,7 @@ def find(path: Path) -> None:
     """
     if path.exists():
         return
-    if _replaced(path).exists():
+    if _is_taken(_replaced(path)):
         _replaced(path).rename(path)
     elif partials(path):
         raise CheckpointError(
@@ -98,7 +122,7 @@ def find(path: Path) -> None:
 
 def unfinished(path: Path) -> list[Path]:
     """What stopped saves have left beside a checkpoint."""
-    return sorted(path.parent.glob(".*.partial"))
+    return sorted(_workshop(path).glob("*.partial"))
 
 
 def sync(path: Path) -> None:

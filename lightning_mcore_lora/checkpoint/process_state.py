@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mcore_lora.checkpoint.errors import together
+from lightning_mcore_lora.checkpoint.errors import CheckpointError, together
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 
 KEY = "process"
 _LENGTH = 8  # bytes that say how long the rest is
+_TWISTER = 624  # numbers in the state of a Mersenne Twister
 
 
 @dataclass
@@ -52,10 +53,19 @@ def pack(state: ProcessState, what: str) -> Tensor:
 
 
 def unpack(row: Tensor) -> ProcessState:
-    """What :func:`pack` packed; plain data and tensors only, no code is run."""
+    """What :func:`pack` packed; plain data and tensors only, no code is run.
+
+    Raises:
+        CheckpointError: If it holds a state that NumPy would take unchecked, and crash.
+    """
     content = row.flatten().numpy().tobytes()
     end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-    return ProcessState(**torch.load(io.BytesIO(content[_LENGTH:end]), weights_only=True))
+    state = ProcessState(**torch.load(io.BytesIO(content[_LENGTH:end]), weights_only=True))
+    for streams in (state.random, *filter(None, state.epochs)):
+        kind, keys, position, *_ = streams["numpy"]
+        if kind != "MT19937" or len(keys) != _TWISTER or not 0 <= position <= _TWISTER:
+            raise CheckpointError("it holds no state of NumPy's random stream: it was tampered with")
+    return state
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ to another in 0.19, and each reads its own only.
 
 import io
 import logging
+import math
 import pickle
 import queue
 import tempfile
@@ -151,8 +152,13 @@ def write_config(directory: Path) -> None:
 
 
 def read(shards: dict[str, ShardedTensor], directory: Path, metadata: Metadata) -> None:
-    """Fill the tensors of the parts. A collective over all processes."""
+    """Fill the tensors of the parts. A collective over all processes.
+
+    Raises:
+        CheckpointError: On every rank, if one cannot read.
+    """
     strategy = torch_strategy.TorchDistLoadShardedStrategy()
+    failure: BaseException | None = None
     with (
         cpu_backend.active(),
         _changed(torch_strategy, _get_filesystem_reader=lambda *_, **__: _Reader(directory, metadata)),
@@ -161,9 +167,11 @@ def read(shards: dict[str, ShardedTensor], directory: Path, metadata: Metadata) 
         warnings.simplefilter("ignore", FutureWarning)  # of the name by which Megatron-Core calls torch
         try:
             strategy.load(dict(shards), directory)
-        except CheckpointException as error:  # on every rank
-            why = reason(next(iter(error.failures.values()))[0])
-            raise CheckpointError(f"cannot load {directory}: {why}") from error
+        except CheckpointException as error:  # in 0.16 on every rank, in 0.19 where it happened
+            failure = next(iter(error.failures.values()))[0]
+    with together(f"cannot load {directory}"):
+        if failure is not None:
+            raise failure
 
 
 def read_metadata(directory: Path, files: Collection[str]) -> Metadata:
@@ -237,6 +245,8 @@ def _size(found: Any) -> torch.Size:
 
 def _tensor(item: Any) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(_size(c.state["offsets"]), _size(c.state["sizes"])) for c in item.state["chunks"]]
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(_size(item.state["size"])):
+        raise CheckpointError(f"{METADATA} has tensors of which parts are missing")
     properties = TensorProperties(dtype=item.state["properties"].state[0])
     return TensorStorageMetadata(properties, _size(item.state["size"]), chunks)
 

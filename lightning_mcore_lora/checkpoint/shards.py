@@ -64,10 +64,16 @@ class Shards:
             values: By the parameter's name; the parts are views of them.
         """
         for name, value in values.items():
+            if self.is_empty(name):
+                continue
             count = self._stride(name)
             blocks = [value] if count == 1 else value.chunk(count, self._parameters[name].partition_dim)  # type: ignore[attr-defined]
             for key, block in zip(self.keys(prefix, name), blocks, strict=True):
                 yield self._part(key, name, block.detach())
+
+    def is_empty(self, name: str) -> bool:
+        """Whether there is nothing to keep of a tensor."""
+        return self._parameters[name].numel() == 0
 
     def _stride(self, name: str) -> int:
         return getattr(self._parameters[name], "partition_stride", 1)

@@ -323,6 +323,7 @@ class Engine:
     ) -> None:
         """Write a checkpoint directory; see :class:`lightning_mcore_lora.checkpoint.content.Save`."""
         assert self.parallel is not None
+        check_can_save(tensors.module, self._save_base_weights)
         self.finish_saving()
         streams = seeding.get_random_state()
         if not self._patched:  # after the run, whose streams went with the backend
@@ -338,7 +339,8 @@ class Engine:
             step=step,
             everything=self._save_base_weights,
             left_out=left_out,
-            in_background=self.async_save and self._patched,
+            # A job that SLURM is about to end, and to start again, has no later step.
+            in_background=self.async_save and self._patched and not Path(path).name.startswith("hpc_ckpt_"),
         )
 
     def finish_saving(self, wait: bool = True) -> None:
@@ -350,12 +352,18 @@ class Engine:
             self._save = None
 
     def load(
-        self, path: str | Path, tensors: Tensors, optimizers: Sequence[Optimizer], strict: bool = True
+        self,
+        path: str | Path,
+        tensors: Tensors,
+        optimizers: Sequence[Optimizer],
+        strict: bool = True,
+        goes_on: bool = False,
     ) -> content.Loaded:
         """Read a checkpoint directory; if it is to continue, :meth:`continue_streams` sets its random streams."""
         assert self.parallel is not None
         self.finish_saving()
-        loaded = content.load(path, tensors, optimizers, self.parallel, strict)
+        goes_on = goes_on or bool(optimizers)
+        loaded = content.load(path, tensors, optimizers, self.parallel, strict, with_streams=goes_on)
         self._to_continue = None if loaded.process is None else (loaded.process, loaded.origin)
         return loaded
 

@@ -205,7 +205,9 @@ class FabricFace(Processes, ParallelStrategy):
             return {}
         model, optimizers, loaders = self._split(state)
         tensors = self.engine.tensors(nn.Module() if model is None else state[model])
-        loaded = self.engine.load(str(path), tensors, list(optimizers.values()), strict and model is not None)
+        loaded = self.engine.load(
+            str(path), tensors, list(optimizers.values()), strict and model is not None, bool(loaders)
+        )
         if "values" not in loaded.rest:
             raise CheckpointError(
                 f"{path} was not written by Fabric: its weights can be read by fabric.load_raw(path, model)"

@@ -15,6 +15,7 @@ def write(path: Path, text: str) -> None:
     """Save a text."""
     beside = place.begin(path)
     (beside / "file").write_text(text)
+    (beside / place.MANIFEST).write_text("{}")
     place.commit(beside, path)
 
 
@@ -106,10 +107,29 @@ def test_removed(tmp_path: Path) -> None:
     place.remove(tmp_path / "last.ckpt")
     assert read(path) == "first"
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 2)
+        stop_at(patch, 3)
         with pytest.raises(Stop):
             place.remove(path)
     assert not path.exists(), "half deleted it no longer bears its name"
     place.remove(path)
     write(path, "again")
     assert [p.name for p in tmp_path.iterdir()] == ["step=1.ckpt"]
+
+
+def test_nothing_but_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    for name in ("checkpoints", "thesis"):
+        (tmp_path / name).mkdir()
+    with pytest.warns(UserWarning, match="is not deleted: it is no checkpoint"):
+        place.remove(tmp_path / "checkpoints" / ".." / "thesis")
+    assert (tmp_path / "thesis").is_dir()
+
+
+def test_a_failed_replacement_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    write(path, "old")
+    beside = place.begin(path)
+    monkeypatch.setattr(place, "_exchange", lambda *_: False)
+    place.discard(beside)
+    with pytest.raises(OSError, match="No such file"):
+        place.commit(beside, path)
+    assert read(path) == "old"
