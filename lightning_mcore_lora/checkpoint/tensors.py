@@ -72,5 +72,6 @@ def check_can_save(module: nn.Module, everything: bool) -> None:
     if unnamed:
         way_out = "leave save_base_weights out" if everything else f"freeze {unnamed[:3]} ..."
         raise NotImplementedError(
-            f"training and saving grouped expert weights is not supported yet, only SequentialMLP's: {way_out}"
+            f"{'saving' if everything else 'training'} grouped expert weights is not supported yet, only "
+            f"SequentialMLP's: {way_out}"
         )
