@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -153,11 +153,6 @@ class Experts(Enum):
 
     EACH = "each expert has its own: the first dimension is this rank's experts"
     ALL = "all experts have the same one"
-
-
-def master_of(parameter: Any) -> Any:
-    """What an optimizer trains for a parameter: its float32 master, where a strategy has made one, or itself."""
-    return getattr(parameter, "float32_master", parameter)
 
 
 def experts_are_apart() -> bool:

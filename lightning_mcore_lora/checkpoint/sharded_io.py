@@ -40,7 +40,7 @@ METADATA = ".metadata"
 _FORMAT = ("torch_dist", 1)
 _WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")  # of 0.16 and of 0.19
 
-#: What ``.metadata`` names: data classes and enumerations, of which records take the place, ...
+#: What ``.metadata`` names beside dtypes: data classes and enumerations, of which records take the place.
 _RECORDS = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -62,8 +62,6 @@ _RECORDS = {
         "WriteItemType",
     },
 }
-#: ... and dtypes.
-_DTYPES = {"bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"}
 
 
 class Writing:
@@ -224,8 +222,8 @@ class _Unpickler(pickle.Unpickler):
             return type(name, (_Record,), {})
         if (module, name) == ("torch", "Size"):
             return tuple
-        if module == "torch" and name in _DTYPES:
-            return getattr(torch, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise CheckpointError(f"{METADATA} names {module}.{name}, which no checkpoint needs: it was tampered with")
 
 

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.checkpoint.shards import is_numbered_expert
-from lightning_mcore_lora.models.marks import mark_parameters
-from lightning_mcore_lora.parallel import master_of
+from lightning_mcore_lora.models.marks import mark_parameters, master_of
 
 
 @dataclass(frozen=True)

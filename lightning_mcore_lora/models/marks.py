@@ -1,5 +1,7 @@
 """Marks on the parameters of a model, by which gradients are reduced and counted, and shards are saved."""
 
+from typing import Any
+
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
@@ -27,3 +29,8 @@ def mark_parameters(model: nn.Module) -> None:
                 parameter.partition_dim, parameter.partition_stride = 0, 2
             if "experts" in path and not hasattr(parameter, "experts"):
                 parameter.allreduce = not experts_are_apart()
+
+
+def master_of(parameter: Any) -> Any:
+    """What an optimizer trains for a parameter: its float32 master, where a strategy has made one, or itself."""
+    return getattr(parameter, "float32_master", parameter)

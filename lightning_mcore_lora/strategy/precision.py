@@ -11,7 +11,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_mcore_lora.adapters import adapters
-from lightning_mcore_lora.parallel import master_of
+from lightning_mcore_lora.models.marks import master_of
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 #: Marks of Megatron-Core on a parameter, by which it is reduced, counted and saved.

@@ -35,6 +35,8 @@ class Module(runs.TinyModule):
         super().__init__(directory)
         self.read: list[int] = []
         self.register_buffer("nothing", torch.empty(0))
+        for name in ("complex64", "float8_e4m3fn", "uint16"):
+            self.register_buffer(name, torch.ones(2, 3).to(getattr(torch, name)))
         self.weighted = torch.nn.CrossEntropyLoss(weight=torch.ones(3))  # has a persistent buffer
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
