@@ -17,7 +17,9 @@ from lightning_mcore_lora.adapters import (
     apply_lora,
     check_gradients,
     lora_plus_groups,
+    merge_lora,
     remove_lora,
+    unmerge_lora,
 )
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
 from lightning_mcore_lora.checkpoint import load_checkpoint
@@ -43,5 +45,7 @@ __all__ = [
     "load_checkpoint",
     "load_hf_weights",
     "lora_plus_groups",
+    "merge_lora",
     "remove_lora",
+    "unmerge_lora",
 ]

@@ -83,12 +83,11 @@ class ParallelSizes:
         """Whether a forward of a mixture may need the processes of other data-parallel replicas."""
         return self.expert > 1 or self.expert_tensor > self.tensor
 
-    def check_model(self, config: "TransformerConfig", vocab_size: int | None = None) -> None:
+    def check_model(self, config: "TransformerConfig") -> None:
         """Check that a model can be split in this way, before anything is built.
 
         Args:
             config: Megatron-Core's config of the model.
-            vocab_size: Rows of the embedding.
 
         Raises:
             ParallelSizeError: Naming the model's setting, the parallel size and what to do.
@@ -99,8 +98,6 @@ class ParallelSizes:
         _require_divisible(
             "num_query_groups (key-value heads)", config.num_query_groups or config.num_attention_heads, *tensor
         )
-        if vocab_size is not None:
-            _require_divisible("vocab_size", vocab_size, *tensor)
         if not config.num_moe_experts or config.moe_layer_freq != 1:
             _require_divisible("ffn_hidden_size", config.ffn_hidden_size, *tensor)
         if config.num_moe_experts:
@@ -121,6 +118,11 @@ class ParallelSizes:
                 self.expert_tensor,
                 "Choose an expert_tensor_parallel_size that divides it.",
             )
+            if config.add_bias_linear and self.expert_tensor > 1:
+                raise ParallelSizeError(
+                    f"The experts have biases, which Megatron-Core allows only at expert_tensor_parallel_size=1 (it is "
+                    f"{self.expert_tensor}): set it to 1."
+                )
             if self.tensor > 1 and not self.sequence_parallel:
                 raise ParallelSizeError(
                     f"A mixture-of-experts model at tensor_parallel_size={self.tensor} needs sequence_parallel=True "

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples.smollm2 import smollm2_directory
-from tests import tiny
+from tests import families, tiny
 from tests.oracle import Oracle, Run
 from tests.runs import CLIP
 from tests.workers import WorkerPool
@@ -24,6 +24,13 @@ def workers() -> Iterator[WorkerPool]:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny Llama."""
     return tiny.write(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directory of a tiny model of each family."""
+    root = tmp_path_factory.mktemp("families")
+    return {name: families.write(name, root / name.replace(" ", "-")) for name in families.MODELS}
 
 
 @pytest.fixture(scope="session")

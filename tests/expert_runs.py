@@ -166,7 +166,7 @@ def errors(
     from megatron.core import parallel_state
 
     from lightning_mcore_lora import LoRAConfig, apply_lora, cpu_backend
-    from lightning_mcore_lora.adapters import adapters, products
+    from lightning_mcore_lora.adapters import adapters, merged_weights, products
     from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
     from lightning_mcore_lora.strategy import seeding
 
@@ -219,7 +219,7 @@ def errors(
             want[f"{leaf} {name}"] = adapter._shard(adapter._local(leaf_tensor.grad, name), name)
             got[f"{leaf} {name}"] = getattr(adapter, name).grad
         merged = torch.stack([shard(oracle.merged(leaf, e).detach(), leaf, parallel) for e in mine])
-        want[f"{leaf} merged"], got[f"{leaf} merged"] = merged, adapter.merged_weight()
+        want[f"{leaf} merged"], got[f"{leaf} merged"] = merged, torch.stack(merged_weights(adapter))
     found = {}
     for name, value in want.items():
         assert got[name] is not None, f"{name}: not connected"

@@ -233,12 +233,14 @@ def _plan(site: Site, config: LoRAConfig) -> Plan:
     eager = lookup(site.kind, site.around, "gather" if mode == "regather" else mode)
     rank = _by_pattern(config.rank_pattern, site.name, None) or _default_rank(site, config)
     alpha = _by_pattern(config.alpha_pattern, site.name, config.alpha)
-    parts = tuple(part.name for part in site.parts()) if config.canonical else ()
-    if config.canonical and site.leaf == "linear_qkv" and not parts:
+    given = config.canonical
+    canonical = given if isinstance(given, bool) else first_match(given, site.name) is not None
+    parts = tuple(part.name for part in site.parts()) if canonical else ()
+    if canonical and site.leaf == "linear_qkv" and not parts:
         fallback = fallback or "canonical: its rows are not those of q, k and v alone, so they share one A"
     scale = alpha / (rank**0.5 if config.rslora else rank)
     each = factors_of_each(site, config.expert_adapters, config.dora)
-    plan = Plan(placement, eager, rank, scale, parts or ("",), each, fallback=fallback)
+    plan = Plan(placement, eager, rank, alpha, scale, parts or ("",), each, fallback=fallback)
     if placement.a is Factor.RANK and plan.width % site.group.size():
         raise ValueError(
             f"rank={rank} is not divisible by tensor_parallel_size={site.group.size()}, which "

@@ -39,7 +39,8 @@ class LoRAConfig:
         rslora: Scale by ``alpha / sqrt(rank)`` (https://arxiv.org/abs/2312.03732).
         dora: Train a magnitude of each output row beside the direction (https://arxiv.org/abs/2402.09353); its norm is
             taken as a constant in backward, as there in section 4.3.
-        canonical: Give q, k and v, and gate and up, factors of their own, as they have in Hugging Face models.
+        canonical: Give q, k and v, and gate and up, factors of their own, as they have in Hugging Face models; or
+            patterns of the fused linears whose parts get them.
         freeze_a: Train B alone (LoRA-FA, https://arxiv.org/abs/2308.03303): the input is then not kept at all.
         init: How A begins: ``"kaiming"`` is uniform within ``1 / sqrt(d_in)``, as in PEFT; ``"xavier"`` is uniform
             within ``sqrt(6 / (d_in + rank))``; ``"gaussian"`` has the standard deviation ``1 / rank``. B begins at 0.
@@ -72,7 +73,7 @@ class LoRAConfig:
     dropout: float = 0.0
     rslora: bool = False
     dora: bool = False
-    canonical: bool = False
+    canonical: bool | tuple[str, ...] = False
     freeze_a: bool = False
     init: str = "kaiming"
     expert_adapters: str = "per_expert"
@@ -105,7 +106,8 @@ class LoRAConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {known}")
-        for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        lists = ["target_modules", "exclude_modules", "modules_to_save"]
+        for name in lists if isinstance(self.canonical, bool) else [*lists, "canonical"]:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a list of names, not one string")
             object.__setattr__(self, name, tuple(getattr(self, name)))  # a list, from YAML
@@ -123,7 +125,10 @@ class LoRAConfig:
     def patterns(self) -> list[tuple[str, str]]:
         """Setting and pattern of each that the user gave."""
         names = ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "modules_to_save")
-        return [(name, pattern) for name in names for pattern in getattr(self, name)]
+        patterns = [(name, pattern) for name in names for pattern in getattr(self, name)]
+        return (
+            patterns if isinstance(self.canonical, bool) else [*patterns, *(("canonical", p) for p in self.canonical)]
+        )
 
 
 def _of(setting: str, name: str) -> str:

@@ -1,6 +1,6 @@
 """The factors of one adapter: how they are held, begun, summed over peers, loaded and merged."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_mcore_lora.adapters.config import DTYPES, LoRAConfig
-from lightning_mcore_lora.adapters.dora import RowNorms, gathered
+from lightning_mcore_lora.adapters.dora import RowNorms
 from lightning_mcore_lora.adapters.experts import local_experts, shared_group
 from lightning_mcore_lora.adapters.initial import initial_a
 from lightning_mcore_lora.adapters.placement import Placement
@@ -29,6 +29,7 @@ class Plan:
         placement: The row of the table to run in training.
         eager: The row to run where ``placement`` cannot (evaluation, recompute): same factors, same numbers.
         rank: Width of the factors.
+        alpha: What ``scale`` comes from.
         scale: Factor s.
         parts: Names of the linears that are fused in it and get factors of their own; one empty name if it is one.
         each: Parameters of which each expert has its own; of experts the others are one for all.
@@ -39,6 +40,7 @@ class Plan:
     placement: Placement
     eager: Placement
     rank: int
+    alpha: float
     scale: float
     parts: tuple[str, ...] = ("",)
     each: frozenset[str] = frozenset()
@@ -85,6 +87,7 @@ class HeldFactors(nn.Module):
         self.config = config
         self.sums_in_autograd = True
         self._rows: Tensor | None
+        self._unmerged: list[Tensor] | None = None  # the base's weights, while they have the adapter in them
         self._dtype = DTYPES[config.dtype]
         # A buffer, so that it moves with the model.
         self.register_buffer("_rows", _part_of_each_row(site) if len(plan.parts) > 1 else None, persistent=False)
@@ -113,6 +116,7 @@ class HeldFactors(nn.Module):
         sharded = dim is not None and self.site.group.size() > 1
         set_tensor_model_parallel_attributes(parameter, sharded, dim if dim is not None else -1, self._stride(name))
         parameter.allreduce = not (self.site.experts and experts_are_apart())
+        parameter.is_vocabulary = name != "a" and self.site.leaf == "output_layer"
         if self.site.experts:
             parameter.experts = Experts.EACH if name in self.plan.each else Experts.ALL
         return parameter
@@ -155,6 +159,15 @@ class HeldFactors(nn.Module):
             group = shared_group(group)
         return group if group is not None and group.size() > 1 else None
 
+    def check_works(self) -> None:
+        """Check that the adapter is not merged.
+
+        Raises:
+            ValueError: If it is: the base would go on computing what it was.
+        """
+        if self.is_merged:
+            raise ValueError(f"{self.site.name}: the adapters are merged into the base: unmerge_lora(model) first")
+
     @torch.no_grad()
     def load_full(self, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> None:
         """Set the factors from whole ones, the same on every rank.
@@ -167,6 +180,7 @@ class HeldFactors(nn.Module):
             magnitude: ``[d_out]``, in the same order, of experts ``[experts, d_out]``; ``None`` takes the row norms
                 with these factors.
         """
+        self.check_works()
         self.a.copy_(self._shard(self._local(a, "a"), "a"))
         self.b.copy_(self._shard(self._local(b, "b"), "b"))
         if self.magnitude is not None:
@@ -181,27 +195,25 @@ class HeldFactors(nn.Module):
         """The values of this rank's experts."""
         return full[list(local_experts(self.site))] if name in self.plan.each else full
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether the base's weights have the adapter in them."""
+        return self._unmerged is not None
+
     @torch.no_grad()
-    def merged_weight(self) -> Tensor:
-        r"""The base's weight with the adapter in it: :math:`W + s B A`, with DoRA its rows scaled to the magnitudes.
-
-        A collective over the site's group where A is sharded on rank, and with DoRA where it is sharded on d_in.
-
-        Returns:
-            This rank's part, ``[d_out, d_in]`` in the base's layout and dtype, of experts ``[experts, d_out, d_in]``;
-            computed in float32 or better and rounded once.
-        """
+    def rest_in(self, merged: Sequence[Tensor]) -> None:
+        """Rest from now on: the base's weights become these, and what they were is kept in host memory."""
         weights = self.site.weights()
-        dtype = torch.promote_types(weights[0].dtype, torch.float32)
-        merged = []
-        for weight, a, b in zip(weights, *self._of_each(), strict=True):
-            whole_a = gathered(a, self.plan.placement, self.site)
-            merged.append(weight.to(dtype) + self.plan.scale * b.to(dtype) @ whole_a.to(dtype))
-        stacked = torch.stack(merged)
-        if self.magnitude is not None:
-            stacked *= (self.magnitude / self._row_norms()).to(dtype).view(len(weights), -1, 1)
-        stacked = stacked.to(weights[0].dtype)
-        return stacked if self.site.experts else stacked[0]
+        self._unmerged = [weight.detach().to("cpu", copy=True) for weight in weights]
+        for weight, value in zip(weights, merged, strict=True):
+            weight.copy_(value)
+
+    @torch.no_grad()
+    def rise(self) -> None:
+        """Work again: the base's weights become what they were."""
+        for weight, value in zip(self.site.weights(), self._unmerged or (), strict=self.is_merged):
+            weight.copy_(value)
+        self._unmerged = None
 
     def _factors(self) -> Factors:
         """The factors, with what autograd needs to sum their gradients."""

@@ -96,7 +96,8 @@ class LoRAAdapter(HeldFactors):
         if self.site.type.grouped:
             sizes = args[0] if args else kwargs["m_splits"]
             sizes = sizes.tolist() if isinstance(sizes, Tensor) else sizes
-        return self._run(self.site.linear, base, x, args, kwargs, self._factors(), sizes)
+        factors = None if self.is_merged else self._factors()
+        return self._run(self.site.linear, base, x, args, kwargs, factors, sizes)
 
     def _run(
         self,
@@ -105,9 +106,14 @@ class LoRAAdapter(HeldFactors):
         x: Tensor,
         args: tuple,
         kwargs: dict[str, Any],
-        factors: Factors,
+        factors: Factors | None,
         sizes: Sizes = None,
     ) -> Any:
+        if factors is None:
+            if self.training and torch.is_grad_enabled():
+                raise RuntimeError(f"{self.site.name}: the adapter is merged; unmerge_lora(model) before training")
+            ran = self.site.type.run(linear, base, x, False, args, kwargs)
+            return ran.finish(ran.output)
         placement, group = self.current_placement(), self.site.group
         source = self._producer.take(x) if self._producer is not None else None
         gather = placement.enter is Enter.GATHER and group.size() > 1

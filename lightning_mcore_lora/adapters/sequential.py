@@ -1,7 +1,7 @@
 """The adapter of experts that run one after the other, each with a linear of its own (``SequentialMLP``)."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ class SequentialAdapter(LoRAAdapter):
     It sits where a grouped linear would have it, ``experts.linear_fc1.lora``, so that one name serves both.
     """
 
-    _apart: list[Factors] | None = None
+    _apart: Sequence[Factors | None] | None = None
 
     def attach(self) -> None:
         """Sit beside the experts."""
@@ -41,8 +41,11 @@ class SequentialAdapter(LoRAAdapter):
 
     def _take_apart(self, *_: Any) -> None:
         """One node in the graph for all experts: their gradients come back in one piece."""
-        a, b, ratio = self._factors()
         count = self.site.experts
+        if self.is_merged:
+            self._apart = [None] * count
+            return
+        a, b, ratio = self._factors()
         a_each = a.unbind() if "a" in self.plan.each else (a,) * count
         b_each = b.unbind() if "b" in self.plan.each else (b,) * count
         ratios = (None,) * count if ratio is None else ratio.unbind()

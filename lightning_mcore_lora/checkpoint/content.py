@@ -41,7 +41,7 @@ from lightning_mcore_lora.checkpoint.optimizer_state import (
 )
 from lightning_mcore_lora.checkpoint.process_state import ProcessState
 from lightning_mcore_lora.checkpoint.shards import Shards, by_key, of_any_expert, row
-from lightning_mcore_lora.checkpoint.tensors import Tensors
+from lightning_mcore_lora.checkpoint.tensors import Tensors, check_can_load
 from lightning_mcore_lora.parallel import ParallelContext
 
 _COMMON = "common.pt"
@@ -293,6 +293,7 @@ def load(
     """
     path = Path(path).absolute()
     what = f"cannot load {path}"
+    check_can_load(tensors.module)
     manifest = manifest or open_checkpoint(path, parallel)
     directory = path.resolve()
     with together(what):
@@ -313,7 +314,8 @@ def load(
         name = manifest.base["name"] or "the base model"
         rank_zero_warn(f"{path}: {name} had other weights when this was saved; adapters fit the base they were made on")
 
-    weights = {n: torch.empty_like(p, dtype=torch.float32) for n, p in tensors.trained.items() if there.has(shards, n)}
+    # Zeros: a vocabulary may have been padded less.
+    weights = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in tensors.trained.items() if there.has(shards, n)}
     weights |= {n: torch.empty_like(b) for n, b in tensors.buffers.items() if there.has(shards, n)}
     frozen = {n: p for n, p in tensors.frozen.items() if there.has(shards, n)}
     parts = list(shards.parts(_MODEL, {**weights, **frozen}))
@@ -324,7 +326,7 @@ def load(
         for key in entry["like"]:
             prefix = _optimizer(i, key)
             state.like[key] = {
-                name: torch.empty_like(tensors.trained[name], dtype=there.dtype(shards, name, prefix))
+                name: torch.zeros_like(tensors.trained[name], dtype=there.dtype(shards, name, prefix))
                 for group in names
                 for name in group
                 if there.has(shards, name, prefix)

@@ -60,7 +60,8 @@ class Manifest:
         step: Optimizer step, where a trainer counted it.
         weights: ``"trained"``, or ``"all"`` with the frozen base.
         optimizer: Whether a run can continue from it.
-        base: Name of the base model, its path in the module, hashes of its config and of a frozen norm.
+        base: Name of the base model, its path in the module, its Hugging Face config, hashes of its config and of a
+            frozen norm.
         lora: The adapters' settings.
         layout: Parallel sizes.
         packages: Versions.
@@ -71,7 +72,7 @@ class Manifest:
     step: int | None
     weights: str
     optimizer: bool
-    base: dict[str, str | None]
+    base: dict[str, Any]
     lora: dict[str, Any] | None
     layout: dict[str, Any]
     packages: dict[str, str]
@@ -138,19 +139,20 @@ def adapter_config(module: nn.Module) -> Any:
     return next((adapter.config for _, adapter in adapters(module)), None)
 
 
-def base_identity(module: nn.Module) -> dict[str, str | None]:
+def base_identity(module: nn.Module) -> dict[str, Any]:
     """What tells a base model from others, the same at every layout and in every precision."""
     bases = ((path, m) for path, m in module.named_modules() if hasattr(m, "config") and "decoder" in m._modules)
     path, model = next(bases, (None, None))
     if model is None:
-        return {"name": None, "path": None, "config_sha256": None, "norm_sha256": None}
+        return {"name": None, "path": None, "hf_config": None, "config_sha256": None, "norm_sha256": None}
     facts = {name: getattr(model.config, name, None) for name in _ARCHITECTURE}
     facts |= {name: getattr(model, name, None) for name in ("vocab_size", "rotary_base")}
     facts["activation"] = getattr(getattr(model.config, "activation_func", None), "__name__", None)
     norm = getattr(getattr(model.decoder, "final_layernorm", None), "weight", None)
     return {
-        "name": getattr(model, "base_name", None),
+        "name": Path(model.base_path).name if getattr(model, "base_path", None) else None,
         "path": path,
+        "hf_config": getattr(model, "hf_config", None),
         "config_sha256": _digest(facts),
         "norm_sha256": None if norm is None or norm.requires_grad else hashlib.sha256(_bytes(norm)).hexdigest(),
     }

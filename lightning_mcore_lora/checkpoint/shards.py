@@ -91,7 +91,13 @@ class Shards:
             offsets.append((0, parallel.ep_rank, parallel.sizes.expert))
         elif held is Experts.ALL:
             copy += parallel.ep_rank * parallel.sizes.world_size
-        return ShardedTensor.from_rank_offsets(key, block, *offsets, replica_id=(0, 0 if sharded else rank, copy))
+        return ShardedTensor.from_rank_offsets(
+            key,
+            block,
+            *offsets,
+            replica_id=(0, 0 if sharded else rank, copy),
+            allow_shape_mismatch=getattr(parameter, "is_vocabulary", False),
+        )
 
 
 def row(key: str, value: Tensor, index: int, count: int) -> ShardedTensor:

@@ -50,16 +50,28 @@ def tensors_of(module: nn.Module) -> Tensors:
     return Tensors(module, trained, buffers, frozen)
 
 
+def check_can_load(module: nn.Module) -> None:
+    """Check that what is loaded will count.
+
+    Raises:
+        ValueError: If adapters are merged into the base.
+    """
+    for _, adapter in adapters(module):
+        adapter.check_works()
+
+
 def check_can_save(module: nn.Module, everything: bool) -> None:
-    """Check that what is to be saved has a place in a checkpoint.
+    """Check that what is to be saved is what it seems, and has a place in a checkpoint.
 
     Args:
         module: The module.
         everything: Whether the frozen base is saved too.
 
     Raises:
+        ValueError: If adapters are merged into the base.
         NotImplementedError: If experts are to be saved whose weights are not told apart by name.
     """
+    check_can_load(module)
     unnamed = [
         name
         for name, p in module.named_parameters()

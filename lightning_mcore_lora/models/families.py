@@ -1,26 +1,21 @@
-"""Model families: how a Hugging Face config and its tensors map to Megatron-Core. One family is one row."""
+"""Model families: how Hugging Face configs and tensors map to Megatron-Core. One family is one row of FAMILIES."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_mcore_lora.models.layouts import Layout, columns, gate_up, qkv, replicated, rows
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """What a Hugging Face ``config.json`` says, in Megatron-Core's words."""
-
-    family: "Family"
-    transformer: dict[str, Any]
-    vocab_size: int
-    max_sequence_length: int
-    tied: bool
-    rotary_base: float
+from lightning_mcore_lora.models import layouts
+from lightning_mcore_lora.models.fields import (
+    dense_fields,
+    gpt_oss_fields,
+    mixture_fields,
+    qwen2_moe_fields,
+    qwen_mixture_fields,
+    qwen_window,
+    with_biases,
+    with_window,
+)
+from lightning_mcore_lora.models.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -32,13 +27,21 @@ class Weight:
 
     Args:
         mcore: Names of the parameter; which one exists depends on the layer spec (Transformer Engine fuses norms).
-        hf: Names of the tensors, in the order that ``layout`` expects.
+        hf: Names of the tensors on disk, in the order that ``layout`` expects.
         layout: How this rank's part is cut from the tensors.
+        parameter: Name of transformers' parameter that holds the weight, where that is not a ``Linear`` under the name
+            on disk. PEFT reaches such a one only by ``target_parameters``.
     """
 
     mcore: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    parameter: str | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of transformers' parameters that it is made of."""
+        return self.hf if self.parameter is None else (self.parameter,)
 
     @property
     def is_expert(self) -> bool:
@@ -54,197 +57,194 @@ class Family:
         fields: Makes fields of ``TransformerConfig`` from the config. One that it cannot express it refuses by name.
         supported: Setting to allowed values; anything else is refused by name. A setting left out is one of them.
         weights: The mapping of parameters.
+        defaults: What transformers takes for settings that a config leaves out.
         ignored: Endings of tensor names that carry no weight.
+        renamed: Last names of linears that PEFT, in this family, takes for parts of the experts when they are
+            ``target_modules``; so it must be told of them by ``target_parameters``.
     """
 
     fields: Callable[[dict[str, Any]], dict[str, Any]]
     supported: dict[str, tuple[Any, ...]]
     weights: tuple[Weight, ...]
+    defaults: dict[str, Any]
     ignored: tuple[str, ...] = field(default=())
-
-
-def _llama_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    heads = hf["num_attention_heads"]
-    return {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": hf.get("num_key_value_heads") or heads,
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": hf.get("attention_dropout", 0.0),
-        "init_method_std": hf.get("initializer_range", 0.02),
-    }
-
-
-def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """What mixtures of experts of Qwen have in common."""
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
-    is_mixture = [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])]
-    top_k, normalized = hf["num_experts_per_tok"], hf.get("norm_topk_prob", False)
-    if top_k == 1 and normalized:
-        raise NotImplementedError(
-            "num_experts_per_tok=1 with norm_topk_prob=True is not supported: Megatron-Core does not normalize the "
-            "weight of a single expert; set norm_topk_prob=False if the model was trained so"
-        )
-    return _llama_fields(hf) | {
-        "num_moe_experts": hf.get("num_experts", hf.get("num_local_experts")),  # transformers 4, and 5
-        "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_layer_freq": 1 if all(is_mixture) else is_mixture,
-        # A softmax over all experts, then the largest: normalized again is a softmax over the largest.
-        "moe_router_pre_softmax": not normalized,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": hf.get("router_aux_loss_coef", 0.0) if hf.get("output_router_logits") else 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": True,
-    }
-
-
-def _qwen2_moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    return _moe_fields(hf) | {
-        "add_qkv_bias": hf.get("qkv_bias", True),
-        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
-        "moe_shared_expert_gate": True,
-    }
+    renamed: tuple[str, ...] = field(default=())
 
 
 _LAYER = "decoder.layers.{i}."
 _HF_LAYER = "model.layers.{i}."
+_QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
+
+
+def _named(modules: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{kind}" for module in modules)
+
 
 _ATTENTION_AND_ENDS = (
-    Weight(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), rows),
+    Weight(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), layouts.vocabulary),
     Weight(
         (_LAYER + "input_layernorm.weight", _LAYER + "self_attention.linear_qkv.layer_norm_weight"),
         (_HF_LAYER + "input_layernorm.weight",),
-        replicated,
+        layouts.replicated,
     ),
-    Weight(
-        (_LAYER + "self_attention.linear_qkv.weight",),
-        tuple(_HF_LAYER + f"self_attn.{name}_proj.weight" for name in "qkv"),
-        qkv,
-    ),
-    Weight((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), columns),
+    Weight((_LAYER + "self_attention.linear_qkv.weight",), _named(_QKV, "weight"), layouts.qkv),
+    Weight((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), layouts.columns),
     Weight(
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
         (_HF_LAYER + "post_attention_layernorm.weight",),
-        replicated,
+        layouts.replicated,
     ),
-    Weight(("decoder.final_layernorm.weight",), ("model.norm.weight",), replicated),
-    Weight(("output_layer.weight",), ("lm_head.weight",), rows),
+    Weight(("decoder.final_layernorm.weight",), ("model.norm.weight",), layouts.replicated),
+    Weight(("output_layer.weight",), ("lm_head.weight",), layouts.vocabulary),
 )
 _QK_NORMS = tuple(
     Weight(
         (_LAYER + f"self_attention.{name}_layernorm.weight",),
         (_HF_LAYER + f"self_attn.{name}_norm.weight",),
-        replicated,
+        layouts.replicated,
     )
     for name in "qk"
 )
-_QKV_BIAS = Weight(
-    (_LAYER + "self_attention.linear_qkv.bias",),
-    tuple(_HF_LAYER + f"self_attn.{name}_proj.bias" for name in "qkv"),
-    qkv,
+_QKV_BIAS = (Weight((_LAYER + "self_attention.linear_qkv.bias",), _named(_QKV, "bias"), layouts.qkv),)
+_PROJ_BIAS = (
+    Weight((_LAYER + "self_attention.linear_proj.bias",), (_HF_LAYER + "self_attn.o_proj.bias",), layouts.replicated),
+)
+_SINKS = (
+    Weight((_LAYER + "self_attention.core_attention.softmax_offset",), (_HF_LAYER + "self_attn.sinks",), layouts.rows),
 )
 
 
-def _mlp(mcore: tuple[str, ...], hf: str) -> tuple[Weight, Weight]:
+def _mlp(
+    mcore: tuple[str, ...],
+    gate_up: tuple[str, ...],
+    down: str,
+    parameters: tuple[str | None, str | None] = (None, None),
+) -> tuple[Weight, Weight]:
     """The two linears of an MLP: each place where ``linear_fc1`` and ``linear_fc2`` may be, and where gate is."""
-    gate, up, down = (_HF_LAYER + hf.format(name) for name in ("gate", "up", "down"))
     fc1, fc2 = (tuple(_LAYER + place.format(name) for place in mcore) for name in ("linear_fc1", "linear_fc2"))
-    return Weight(fc1, (gate, up), gate_up), Weight(fc2, (down,), columns)
+    up_layout, down_layout = layouts.gate_up, layouts.columns
+    if len(gate_up) == 1:
+        up_layout, down_layout = layouts.packed_gate_up, layouts.packed_down
+    elif mcore[0].endswith("bias"):
+        down_layout = layouts.replicated
+    hf = tuple(_HF_LAYER + name for name in gate_up)
+    return Weight(fc1, hf, up_layout, parameters[0]), Weight(fc2, (_HF_LAYER + down,), down_layout, parameters[1])
 
 
-_DENSE = _mlp(("mlp.{}.weight",), "mlp.{}_proj.weight")
-_EXPERTS = (
-    Weight((_LAYER + "mlp.router.weight",), (_HF_LAYER + "mlp.gate.weight",), replicated),
+_EXPERTS_WEIGHT = ("mlp.experts.local_experts.{{local}}.{}.weight", "mlp.experts.{}.weight{{local}}")
+_EXPERTS_BIAS = ("mlp.experts.local_experts.{{local}}.{}.bias", "mlp.experts.{}.bias{{local}}")
+_PACKED = (_HF_LAYER + "mlp.experts.gate_up_proj", _HF_LAYER + "mlp.experts.down_proj")
+
+
+def _router(disk: str, kind: str = "weight", parameter: str | None = None) -> Weight:
+    return Weight((_LAYER + f"mlp.router.{kind}",), (_HF_LAYER + disk,), layouts.replicated, parameter)
+
+
+_DENSE = _mlp(("mlp.{}.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp.down_proj.weight")
+_DENSE_BIAS = _mlp(("mlp.{}.bias",), ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "mlp.down_proj.bias")
+_QWEN_EXPERTS = (
+    _router("mlp.gate.weight", parameter=_HF_LAYER + "mlp.gate.weight"),
     *_mlp(
-        ("mlp.experts.local_experts.{{local}}.{}.weight", "mlp.experts.{}.weight{{local}}"),
-        "mlp.experts.{{e}}.{}_proj.weight",
+        _EXPERTS_WEIGHT,
+        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+        "mlp.experts.{e}.down_proj.weight",
+        _PACKED,
     ),
 )
 _SHARED_EXPERTS = (
-    *_mlp(("mlp.shared_experts.{}.weight",), "mlp.shared_expert.{}_proj.weight"),
-    Weight((_LAYER + "mlp.shared_experts.gate_weight",), (_HF_LAYER + "mlp.shared_expert_gate.weight",), replicated),
+    *_mlp(
+        ("mlp.shared_experts.{}.weight",),
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        "mlp.shared_expert.down_proj.weight",
+    ),
+    Weight(
+        (_LAYER + "mlp.shared_experts.gate_weight",),
+        (_HF_LAYER + "mlp.shared_expert_gate.weight",),
+        layouts.replicated,
+    ),
+)
+_MIXTRAL_EXPERTS = (
+    _router("block_sparse_moe.gate.weight", parameter=_HF_LAYER + "mlp.gate.weight"),
+    *_mlp(
+        _EXPERTS_WEIGHT,
+        ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
+        "block_sparse_moe.experts.{e}.w2.weight",
+        _PACKED,
+    ),
+)
+_GPT_OSS_EXPERTS = (
+    _router("mlp.router.weight", parameter=_HF_LAYER + "mlp.router.weight"),
+    _router("mlp.router.bias", "bias"),
+    *_mlp(_EXPERTS_WEIGHT, ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj", _PACKED),
+    *_mlp(_EXPERTS_BIAS, ("mlp.experts.gate_up_proj_bias",), "mlp.experts.down_proj_bias"),
 )
 
-_QWEN_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "rope_type": ("default", None),
-    "quant_method": (None,),
-}
+_COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False, None)}
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False, None)}
+_RENAMED = ("gate_proj", "up_proj", "down_proj")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        fields=_llama_fields,
-        supported={
-            "hidden_act": ("silu",),
-            "attention_bias": (False, None),
-            "mlp_bias": (False, None),
-            "rope_type": ("default", None),
-            "quant_method": (None,),
-        },
-        weights=(*_ATTENTION_AND_ENDS, *_DENSE),
+        fields=lambda hf: dense_fields(hf) | with_biases(hf),
+        supported=_PLAIN,
+        weights=(*_ATTENTION_AND_ENDS, *_QKV_BIAS, *_PROJ_BIAS, *_DENSE, *_DENSE_BIAS),
+        defaults=_COMMON,
         ignored=("rotary_emb.inv_freq",),
     ),
+    "mistral": Family(
+        fields=lambda hf: dense_fields(hf) | with_window(hf),
+        supported=_PLAIN,
+        weights=(*_ATTENTION_AND_ENDS, *_DENSE),
+        defaults=_COMMON | {"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "qwen2": Family(
+        fields=lambda hf: dense_fields(hf) | qwen_window(hf) | {"add_qkv_bias": True},
+        supported=_PLAIN,
+        weights=(*_ATTENTION_AND_ENDS, *_QKV_BIAS, *_DENSE),
+        defaults=_COMMON | {"sliding_window": 4096, "num_key_value_heads": 32},
+    ),
+    "qwen3": Family(
+        fields=lambda hf: dense_fields(hf) | qwen_window(hf) | {"qk_layernorm": True},
+        supported=_PLAIN | _NO_BIAS,
+        weights=(*_ATTENTION_AND_ENDS, *_QK_NORMS, *_DENSE),
+        defaults=_COMMON | {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
+    ),
     "qwen3_moe": Family(
-        fields=lambda hf: _moe_fields(hf) | {"qk_layernorm": True},
-        supported=_QWEN_SUPPORTED,
-        weights=(*_ATTENTION_AND_ENDS, *_QK_NORMS, *_DENSE, *_EXPERTS),
+        fields=lambda hf: qwen_mixture_fields(hf) | {"qk_layernorm": True},
+        supported=_PLAIN | _NO_BIAS | _NO_WINDOW,
+        weights=(*_ATTENTION_AND_ENDS, *_QK_NORMS, *_DENSE, *_QWEN_EXPERTS),
+        defaults=_COMMON | {"num_key_value_heads": 4},
+        renamed=_RENAMED,
     ),
     "qwen2_moe": Family(
-        fields=_qwen2_moe_fields,
-        supported=_QWEN_SUPPORTED,
-        weights=(*_ATTENTION_AND_ENDS, _QKV_BIAS, *_DENSE, *_EXPERTS, *_SHARED_EXPERTS),
+        fields=qwen2_moe_fields,
+        supported=_PLAIN | _NO_BIAS | _NO_WINDOW,
+        weights=(*_ATTENTION_AND_ENDS, *_QKV_BIAS, *_DENSE, *_QWEN_EXPERTS, *_SHARED_EXPERTS),
+        defaults=_COMMON | {"num_key_value_heads": 16},
+        renamed=_RENAMED,
+    ),
+    "mixtral": Family(
+        fields=lambda hf: (
+            dense_fields(hf) | mixture_fields(hf, ffn="intermediate_size", normalized=True) | with_window(hf)
+        ),
+        supported=_PLAIN | {"router_jitter_noise": (0.0, None)},
+        weights=(*_ATTENTION_AND_ENDS, *_MIXTRAL_EXPERTS),
+        defaults=_COMMON | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6},
+    ),
+    "gpt_oss": Family(
+        fields=gpt_oss_fields,
+        supported={"swiglu_alpha": (1.702, None), "attention_bias": (True, None)},
+        weights=(*_ATTENTION_AND_ENDS, *_QKV_BIAS, *_PROJ_BIAS, *_SINKS, *_GPT_OSS_EXPERTS),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rope_parameters": _YARN,
+        },
     ),
 }
-
-
-def read_hf_config(directory: str | Path) -> HFConfig:
-    """Read the ``config.json`` of a Hugging Face model directory.
-
-    Args:
-        directory: The folder that holds it.
-
-    Returns:
-        The settings in Megatron-Core's words.
-
-    Raises:
-        FileNotFoundError: If there is no ``config.json``.
-        NotImplementedError: If the family or one of its settings is not supported, naming it.
-    """
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found: a Hugging Face model directory has a config.json")
-    hf = json.loads(path.read_text())
-    kind = hf.get("model_type")
-    if kind not in FAMILIES:
-        raise NotImplementedError(f"model_type={kind!r} in {path} is not supported; supported: {sorted(FAMILIES)}")
-    family = FAMILIES[kind]
-    # transformers 5 keeps rope settings in rope_parameters, transformers 4 in rope_scaling and rope_theta.
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    found = {"rope_type": rope.get("rope_type", rope.get("type"))}
-    found["quant_method"] = (hf.get("quantization_config") or {}).get("quant_method")
-    for setting, allowed in family.supported.items():
-        value = found.get(setting, hf.get(setting))
-        if value not in allowed:
-            raise NotImplementedError(
-                f"{setting}={value!r} in {path} is not supported for model_type={kind!r}; supported: {allowed[0]!r}"
-            )
-    return HFConfig(
-        family=family,
-        transformer=family.fields(hf),
-        vocab_size=hf["vocab_size"],
-        max_sequence_length=hf["max_position_embeddings"],
-        tied=hf.get("tie_word_embeddings", False),
-        rotary_base=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
-    )

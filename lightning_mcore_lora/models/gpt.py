@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from lightning_mcore_lora.models.families import read_hf_config
+from lightning_mcore_lora.models.hf_config import read_hf_config
 from lightning_mcore_lora.models.marks import mark_parameters
 from lightning_mcore_lora.models.norms import SequenceParallelNorm
+from lightning_mcore_lora.models.rope import Rope
 from lightning_mcore_lora.models.routers import keep_from_autocast
+from lightning_mcore_lora.models.vocabulary import hide_padding, padded_size
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 
 
 def build_gpt_model(
-    source: str | Path | TransformerConfig,
+    source: str | Path | Mapping[str, Any] | TransformerConfig,
     parallel: ParallelContext,
     *,
     vocab_size: int | None = None,
@@ -31,11 +34,12 @@ def build_gpt_model(
     """Build a GPT model with random weights, split as ``parallel`` says.
 
     Uses Transformer Engine's layers where CUDA and Transformer Engine are present, Megatron-Core's own elsewhere.
-    Logits stay sharded over the vocabulary; with ``labels`` the model returns the loss of every token.
+    Logits stay sharded over the vocabulary; with ``labels`` the model returns the loss of every token. A vocabulary
+    that the tensor-parallel size does not divide is padded; no loss sees the padding's logits, the lowest number.
 
     Args:
-        source: A Hugging Face model directory (its ``config.json`` is read) or a Megatron-Core config, whose parallel
-            sizes are replaced by those of ``parallel``.
+        source: A Hugging Face model directory (its ``config.json`` is read), the content of a ``config.json``, or a
+            Megatron-Core config, whose parallel sizes are replaced by those of ``parallel``.
         parallel: The layout, usually ``trainer.strategy.parallel``.
         vocab_size: Rows of the embedding. Read from the directory; required with a ``TransformerConfig``.
         max_sequence_length: Longest sequence. Read from the directory; required with a ``TransformerConfig``.
@@ -54,33 +58,39 @@ def build_gpt_model(
         if vocab_size is None or max_sequence_length is None:
             raise ValueError("vocab_size and max_sequence_length are required when source is a TransformerConfig")
         fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.init}
+        rope = Rope(rotary_base)
     else:
         hf = read_hf_config(source)
-        fields = hf.transformer
-        vocab_size = hf.vocab_size
+        fields, rope, vocab_size = hf.transformer, hf.rope, hf.vocab_size
         max_sequence_length = max_sequence_length or hf.max_sequence_length
         share_embeddings_and_output_weights = hf.tied
-        rotary_base = hf.rotary_base
 
     use_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     fields |= overrides
     # On the undivided config: with sizes in it Megatron-Core raises first, and names no way out.
-    parallel.sizes.check_model(_config_for(ParallelSizes(1), fields, use_te), vocab_size)
+    parallel.sizes.check_model(_config_for(ParallelSizes(1), fields, use_te))
     config = _config_for(parallel.sizes, fields, use_te)
+    for name, value in rope.settings.items():
+        setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)
     if not use_te:
         spec = _with_sequence_parallel_norms(spec)
     model = GPTModel(
         config,
         spec,
-        vocab_size=vocab_size,
+        vocab_size=padded_size(vocab_size, parallel.sizes.tensor),
         max_sequence_length=max_sequence_length,
         parallel_output=True,
         share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=rotary_base,
+        position_embedding_type=rope.embedding,
+        rotary_base=rope.base,
     )
-    model.base_name = None if isinstance(source, TransformerConfig) else Path(source).resolve().name
+    if rope.rescale is not None:
+        model.rotary_pos_emb.inv_freq = rope.rescale(model.rotary_pos_emb, model.rotary_pos_emb.inv_freq)
+    hide_padding(model, vocab_size, parallel)
+    if not isinstance(source, TransformerConfig):
+        model.hf_config = hf.settings
+        model.base_path = None if isinstance(source, Mapping) else str(Path(source).resolve())
     mark_parameters(model)
     keep_from_autocast(model)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)

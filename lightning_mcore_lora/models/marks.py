@@ -27,6 +27,8 @@ def mark_parameters(model: nn.Module) -> None:
         for owned, parameter in module.named_parameters(recurse=False):
             if path[-1] == "linear_fc1" and gated and owned.startswith(("weight", "bias")):
                 parameter.partition_dim, parameter.partition_stride = 0, 2
+            if owned == "softmax_offset" and not hasattr(parameter, "tensor_model_parallel"):  # one sink for each head
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             if "experts" in path and not hasattr(parameter, "experts"):
                 parameter.allreduce = not experts_are_apart()
 

@@ -15,7 +15,15 @@ from lightning_mcore_lora.models.marks import master_of
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 #: Marks of Megatron-Core on a parameter, by which it is reduced, counted and saved.
-_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "experts", "sequence_parallel")
+_MARKS = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "allreduce",
+    "experts",
+    "is_vocabulary",
+    "sequence_parallel",
+)
 
 
 def check_precision(precision: Any) -> None:

@@ -188,7 +188,7 @@ def kept(parallel: Any) -> dict[str, tuple[int, int]]:
 def mixture(parallel: Any, lora: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """A mixture of grouped experts and shared ones with adapters: what stands in it, and one step."""
     from lightning_mcore_lora import LoRAConfig, apply_lora
-    from lightning_mcore_lora.adapters import adapters
+    from lightning_mcore_lora.adapters import adapters, merged_weights
 
     model = standin.build(EXPERTS, moe_shared_expert_intermediate_size=48, **config)
     fill(model, parallel)
@@ -213,7 +213,7 @@ def mixture(parallel: Any, lora: dict[str, Any], config: dict[str, Any]) -> dict
         "added": set(model.state_dict()) - keys,
         "loss": loss.item(),
         "gradients": gradients,
-        "merged": {a.site.name: a.merged_weight().shape for _, a in adapters(model) if a.site.experts},
+        "merged": {a.site.name: torch.stack(merged_weights(a)).shape for _, a in adapters(model) if a.site.experts},
     }
 
 

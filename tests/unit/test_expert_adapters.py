@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mcore_lora import LoRAConfig, apply_lora, remove_lora
+from lightning_mcore_lora import LoRAConfig, apply_lora, merge_lora, remove_lora, unmerge_lora
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.adapters.config import DEFAULT_TARGETS
 from tests import expert_runs, moe_runs
@@ -183,12 +183,16 @@ def _merged(layout: tuple[int, int, int]) -> float:
         nn.init.normal_(adapter.b, std=0.1, generator=torch.Generator().manual_seed(5))
         adapter.magnitude.data *= 1.3
     expected = model(ids, ids, None, labels=ids).detach()
-    for _, adapter in list(adapters(model)):
-        merged = adapter.merged_weight()
-        for weight, value in zip(adapter.site.weights(), merged if adapter.site.experts else [merged], strict=True):
-            weight.data.copy_(value)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    merge_lora(model.eval())
+    merge_lora(model)
+    merged = model(ids, ids, None, labels=ids)
+    unmerge_lora(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    merge_lora(model)
     remove_lora(model)
-    return (model(ids, ids, None, labels=ids) - expected).abs().max().item()
+    assert torch.equal(model(ids, ids, None, labels=ids), merged)
+    return (merged - expected).abs().max().item()
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, (1, 1, 1)), (2, (2, 1, 2))])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_mcore_lora.models.families import read_hf_config
+from lightning_mcore_lora.models.hf_config import read_hf_config
 from lightning_mcore_lora.models.layouts import Shard, qkv
 from tests import moe, tiny
 from tests.workers import WorkerError, WorkerPool
@@ -29,12 +29,27 @@ def changed(tiny_llama: Path, folder: Path, **settings: Any) -> Path:
     [
         (
             {"model_type": "mamba"},
-            r"model_type='mamba' .* not supported; supported: \['llama', 'qwen2_moe', 'qwen3_moe'\]",
+            r"model_type='mamba' .* not supported; supported: \['gpt_oss', 'llama', 'mistral', .*'qwen3_moe'\]",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' .* not supported for model_type='llama'; supported: 'silu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type='llama3'"),
-        ({"quantization_config": {"quant_method": "gguf"}}, "quant_method='gguf'"),
+        ({"attention_bias": True}, "attention_bias=True with mlp_bias=False .* every linear or on none"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_type='longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor=2.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4' .*lightning-mcore-lora dequantize"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1, "num_experts_per_tok": 2}, "router_jitter_noise=0.1"),
+        ({"model_type": "gpt_oss", "attention_bias": True, "swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "linear_attention"],
+            },
+            r"layer_types has \['linear_attention'\]",
+        ),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "mamba"]}, r"layer_types has \['mamba'\]"),
     ],
 )
 def test_what_is_not_supported_is_named(tiny_llama: Path, tmp_path: Path, settings: dict[str, Any], match: str) -> None:
@@ -49,7 +64,9 @@ def test_config_is_read(tiny_llama: Path, tmp_path: Path) -> None:
     assert (hf.vocab_size, hf.max_sequence_length, hf.tied) == (tiny.VOCAB, 64, False)
     # transformers 4 wrote the base of the rotary embedding elsewhere
     old = changed(tiny_llama, tmp_path / "old", rope_parameters=None, rope_theta=5000.0)
-    assert read_hf_config(old).rotary_base == 5000.0
+    assert read_hf_config(old).rope.base == 5000.0
+    with pytest.raises(ValueError, match=r"rope_type='llama3' needs the setting 'factor'"):
+        read_hf_config(changed(tiny_llama, tmp_path / "less", rope_parameters={"rope_type": "llama3"}))
     with pytest.raises(FileNotFoundError, match=r"config.json not found"):
         read_hf_config(tmp_path)
 
@@ -75,7 +92,7 @@ def test_a_rank_reads_only_what_it_keeps(size: int) -> None:
     parts = []
     for rank in range(size):
         sources = [Counting(tensor) for tensor in whole.values()]
-        parts.append(qkv(sources, Shard(rank, size, tiny.KV_HEADS)))  # type: ignore[arg-type]
+        parts.append(qkv.cut(sources, Shard(rank, size, tiny.KV_HEADS)))  # type: ignore[arg-type]
         assert sum(source.read for source in sources) == parts[-1].numel()
     assert torch.equal(torch.cat(parts), tiny.fuse_rows("linear_qkv", whole))
 
@@ -118,7 +135,6 @@ def test_logits_equal_transformers(workers: WorkerPool, tiny_llama: Path, tmp_pa
         (4, {}, r"num_query_groups \(key-value heads\)=6 is not divisible by tensor_parallel_size=4. Choose a"),
         (2, {"num_attention_heads": 9, "num_key_value_heads": 3}, "num_attention_heads=9 is not divisible by"),
         (2, {"intermediate_size": 97}, "ffn_hidden_size=97 is not divisible by"),
-        (2, {"vocab_size": 97}, "vocab_size=97 is not divisible by"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
@@ -152,8 +168,12 @@ def test_index_files(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> N
             lambda t: t.update({"model.norm.weight": torch.ones(7)}),
             r"decoder.final_layernorm.weight is \(48,\) on this rank, but .* give \(7,\)",
         ),
+        (
+            lambda t: t.update({"model.embed_tokens.weight": torch.ones(90, tiny.HIDDEN)}),
+            r"model.embed_tokens.weight of .* has 90 rows, and its config says vocab_size=96",
+        ),
     ],
-    ids=["missing", "left over", "shape"],
+    ids=["missing", "left over", "shape", "vocabulary"],
 )
 def test_tensors_that_do_not_fit(
     workers: WorkerPool, tiny_llama: Path, tmp_path: Path, change: Any, match: str
@@ -164,6 +184,16 @@ def test_tensors_that_do_not_fit(
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(WorkerError, match=match):
         workers(1, _logits, str(directory), 1)
+
+
+def test_a_tied_model_with_another_head_is_refused(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    directory = changed(tiny_llama, tmp_path / "model", tie_word_embeddings=True)
+    with pytest.raises(WorkerError, match=r"tie_word_embeddings=true and an lm_head.weight that is not the embedding"):
+        workers(2, _logits, str(directory), 2)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    workers(2, _logits, str(directory), 2)
 
 
 def _sequence_of(directory: str, length: int) -> None:

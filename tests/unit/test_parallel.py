@@ -33,37 +33,40 @@ def config(**changes: Any) -> Any:
         "moe_layer_freq": 1,
         "moe_ffn_hidden_size": 12,
         "moe_shared_expert_intermediate_size": None,
+        "add_bias_linear": False,
     }
     return SimpleNamespace(**(fields | changes))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "changes", "vocabulary", "match"),
+    ("sizes", "changes", "match"),
     [
-        ({"tensor": 2}, {"num_attention_heads": 9}, 8, "num_attention_heads=9 .* tensor_parallel_size=2"),
-        ({"tensor": 2}, {"num_query_groups": 3}, 8, r"num_query_groups \(key-value heads\)=3"),
-        ({"tensor": 2}, {"ffn_hidden_size": 9}, 8, "ffn_hidden_size=9"),
-        ({"tensor": 2}, {}, 9, "vocab_size=9"),
-        ({"expert": 2}, {}, 8, "expert_parallel_size=2, but the model has no experts"),
-        ({"expert": 2}, {"num_moe_experts": 3}, 8, "num_moe_experts=3 .* expert_parallel_size=2"),
+        ({"tensor": 2}, {"num_attention_heads": 9}, "num_attention_heads=9 .* tensor_parallel_size=2"),
+        ({"tensor": 2}, {"num_query_groups": 3}, r"num_query_groups \(key-value heads\)=3"),
+        ({"tensor": 2}, {"ffn_hidden_size": 9}, "ffn_hidden_size=9"),
+        ({"expert": 2}, {}, "expert_parallel_size=2, but the model has no experts"),
+        ({"expert": 2}, {"num_moe_experts": 3}, "num_moe_experts=3 .* expert_parallel_size=2"),
         (
             {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2},
             {"num_moe_experts": 2, "moe_ffn_hidden_size": 9},
-            8,
             "moe_ffn_hidden_size=9 .* expert_tensor_parallel_size=2",
         ),
         (
             {"tensor": 2, "sequence_parallel": True},
             {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 9},
-            8,
             "moe_shared_expert_intermediate_size=9 .* tensor_parallel_size=2",
         ),
-        ({"tensor": 2}, {"num_moe_experts": 2}, 8, "needs sequence_parallel=True"),
+        ({"tensor": 2}, {"num_moe_experts": 2}, "needs sequence_parallel=True"),
+        (
+            {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2},
+            {"num_moe_experts": 2, "moe_ffn_hidden_size": 8, "add_bias_linear": True},
+            "The experts have biases, .* expert_tensor_parallel_size=1",
+        ),
     ],
 )
-def test_models_are_checked(sizes: dict[str, Any], changes: dict[str, Any], vocabulary: int, match: str) -> None:
+def test_models_are_checked(sizes: dict[str, Any], changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ParallelSizeError, match=match):
-        ParallelSizes(2, **sizes).check_model(config(**changes), vocabulary)
+        ParallelSizes(2, **sizes).check_model(config(**changes))
 
 
 def test_sequence_is_checked() -> None:
