@@ -24,6 +24,7 @@ from lightning_mcore_lora.adapters import (
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
 from lightning_mcore_lora.checkpoint import load_checkpoint
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
+from lightning_mcore_lora.peft import load_peft_adapter, save_peft_adapter
 from lightning_mcore_lora.strategy import MCoreTP
 from lightning_mcore_lora.strategy.routing import RouterStats
 
@@ -44,8 +45,10 @@ __all__ = [
     "generate",
     "load_checkpoint",
     "load_hf_weights",
+    "load_peft_adapter",
     "lora_plus_groups",
     "merge_lora",
     "remove_lora",
+    "save_peft_adapter",
     "unmerge_lora",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import reshard_runs
+from tests import families, peft_runs, reshard_runs
 from tests.moe import Model
 from tests.oracle import relative_error
 from tests.reshard_runs import STEPS, STOP, Job, Layout
@@ -224,3 +224,36 @@ def test_a_whole_checkpoint_needs_no_other_weights(workers: WorkerPool, director
     alone = workers(2, reshard_runs.fit, directory("mixture"), Layout(2, 2, 1, 2), job, STEPS, None, out, False)
     straight = workers(2, reshard_runs.fit, directory("mixture"), Layout(2, 2, 1, 2), job, STEPS)
     assert alone[0]["losses"] == pytest.approx(straight[0]["losses"][STOP:], rel=1e-5)
+
+
+VOCABULARY = {
+    "in full": {"target_modules": ("linear_qkv",), "modules_to_save": ("word_embeddings", "output_layer")},
+    "adapter": {"target_modules": ("output_layer",)},
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("what", ["in full", pytest.param("adapter", marks=pytest.mark.full)])
+def test_padded_vocabulary_goes_on_at_another_padding(
+    workers: WorkerPool, tmp_path: Path, before: int, after: int, what: str
+) -> None:
+    """97 tokens: 98 rows at TP=2."""
+    directory = families.write("llama", tmp_path / "base")
+
+    def run(tp: int, checkpoint: str, **options: Any) -> Any:
+        arguments = (str(directory), (tp, 1, tp), str(tmp_path / checkpoint), VOCABULARY[what], None)
+        return workers(tp, peft_runs.fit, *arguments, max_epochs=2, **options)[0]
+
+    run(before, "cut.ckpt", max_steps=4)
+    logits = run(after, "on.ckpt", resume=str(tmp_path / "cut.ckpt"))
+    assert relative_error(logits, run(before, "straight.ckpt")) < 1e-5
+
+
+@pytest.mark.full
+def test_padded_vocabulary_has_float32_masters(workers: WorkerPool, tmp_path: Path) -> None:
+    """Their rows are those that were saved; steps in bfloat16 at two layouts cannot be compared."""
+    directory, cut = families.write("llama", tmp_path / "base"), str(tmp_path / "cut.ckpt")
+    lora, common = VOCABULARY["in full"], {"max_epochs": 2, "precision": "bf16-true"}
+    workers(2, peft_runs.fit, str(directory), (2, 1, 2), cut, lora, None, max_steps=4, **common)
+    logits = workers(1, peft_runs.fit, str(directory), (1, 1, 1), cut, lora, None, resume=cut, **common)[0]
+    assert logits.isfinite().all()
