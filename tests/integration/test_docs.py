@@ -101,7 +101,33 @@ def test_finetune_with_own_data_and_resume(tmp_path: Path) -> None:
     assert "Held-out loss" in output
     assert "regather" in output
     output = run(*common, "--regather", "--max-steps=3", f"--resume={tmp_path}/out/last.ckpt")
-    assert "Adapter checkpoint" in output
+    assert "PEFT adapter" in output
+
+
+@pytest.mark.pretrained
+@pytest.mark.full
+def test_finetuned_answers_alike_in_peft(smollm2: Path, tmp_path: Path) -> None:
+    """SmolLM2 tuned at TP=3, exported: transformers with PEFT, and the merged directory, say what was said here."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    question = "What does the with statement do?"
+    options = ["--max-steps=4", "--max-samples=24", "--batch-size=2", "--max-length=96", f"--question={question}"]
+    output = run(sys.executable, "examples/finetune.py", *options, "--lr=1e-3", f"--out={tmp_path}/out")
+    said = {when: re.search(rf"^  {when} +(.*)$", output, re.MULTILINE)[1] for when in ("before", "after")}
+    assert said["before"] != said["after"], "four steps changed the answer"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    run(
+        sys.executable, "-m", "lightning_mcore_lora.cli", "merge",
+        f"--base={smollm2}", f"--adapter={tmp_path}/out/adapter", f"--out={tmp_path}/merged",
+    )  # fmt: skip
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2), tmp_path / "out/adapter")
+    for model in (adapted, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
+        answer = model.generate(input_ids=prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :]
+        assert tokenizer.decode(answer, skip_special_tokens=True).strip().splitlines()[0] == said["after"]
 
 
 @pytest.mark.pretrained
