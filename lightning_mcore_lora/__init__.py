@@ -23,6 +23,7 @@ from lightning_mcore_lora.adapters import (
 )
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
 from lightning_mcore_lora.checkpoint import load_checkpoint
+from lightning_mcore_lora.memory import MemoryEstimate, estimate_memory
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
 from lightning_mcore_lora.peft import load_peft_adapter, save_peft_adapter
 from lightning_mcore_lora.strategy import MCoreTP
@@ -36,12 +37,14 @@ __all__ = [
     "LoRAReport",
     "LoRASPCallback",
     "MCoreTP",
+    "MemoryEstimate",
     "MemoryMonitor",
     "RouterMonitor",
     "RouterStats",
     "apply_lora",
     "build_gpt_model",
     "check_gradients",
+    "estimate_memory",
     "generate",
     "load_checkpoint",
     "load_hf_weights",

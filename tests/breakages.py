@@ -72,14 +72,14 @@ def breakages(row: Placement) -> Iterator[str]:
 @contextmanager
 def broken(row: Placement, what: str) -> Iterator[None]:
     """One collective of a row broken."""
-    from lightning_mcore_lora.adapters import apply, dora, layer, linears
+    from lightning_mcore_lora.adapters import dora, layer, linears, planning
 
     part, _, way = what.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
         if part == "middle":
             patch.setitem(layer._MIDDLE, row.middle, MIDDLES[row.middle, way])
         elif part in ("sum_a", "sum_b"):
-            patch.setattr(apply, "lookup", lambda *key: dataclasses.replace(row, **{part: False}))
+            patch.setattr(planning, "lookup", lambda *key: dataclasses.replace(row, **{part: False}))
         elif part == "dora":
             patch.setattr(dora.RowNorms, "__init__", norms_of_this_rank_only(dora.RowNorms.__init__))
         elif row.enter is Enter.COPY:

@@ -304,7 +304,9 @@ def cost(layout: tuple[int, int, int], grouped: bool, lora: dict[str, Any]) -> d
     reducer.close()
     # A token goes to two experts; these tokens came from EP * ETP / TP microbatches.
     microbatch = len(x) * tp // (2 * etp)
-    total = sum((predict(adapter, config) for _, adapter in adapters(model)), start=_no_cost())
+    sizes_now = ParallelContext.current().sizes
+    costs = (predict(adapter.site, adapter.plan, config, sizes_now) for _, adapter in adapters(model))
+    total = sum(costs, start=_no_cost())
     return {
         "kept": kept - floor,
         "predicted kept": total.kept(microbatch),

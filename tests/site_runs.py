@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -210,7 +211,9 @@ def _whole_mask(drawn: Any, kind: str, parallel: Any, sequence: bool, mode: str,
 
 def cost(kind: str, tp: int, around: Around, mode: str | None, **options: Any) -> dict[str, Any]:
     """Bytes kept for backward and collectives of one forward and backward, and what the report predicts."""
+    from lightning_mcore_lora.adapters.config import DTYPES
     from lightning_mcore_lora.adapters.cost import predict
+    from lightning_mcore_lora.parallel import ParallelContext
 
     site = build(kind, tp, around, mode, **options)
     shape = [SEQUENCE, BATCH, D_IN]
@@ -228,7 +231,10 @@ def cost(kind: str, tp: int, around: Around, mode: str | None, **options: Any) -
     counted = {"kept": kept_bytes, "wide": collectives.wide(SEQUENCE * BATCH * D_IN), "all": len(collectives.seen)}
     counted["sent"] = collectives.sent()
     if mode is not None:
-        predicted, tokens = predict(site.linear.lora, site.linear.lora.config), SEQUENCE * BATCH
+        adapter, tokens = site.linear.lora, SEQUENCE * BATCH
+        with pytest.MonkeyPatch.context() as patch:  # the factors were made float64, which no setting does
+            patch.setitem(DTYPES, "float32", adapter.a.dtype)
+            predicted = predict(adapter.site, adapter.plan, adapter.config, ParallelContext.current().sizes)
         per_step = round(predicted.sent_per_step)
         counted |= {
             "predicted kept": predicted.kept(tokens),

@@ -54,6 +54,12 @@ def attention_keeps_output(site: Site) -> bool:
     return site.leaf == "linear_proj" and is_fused and not _recomputes(site, "core_attn")
 
 
+def router_keeps_input(site: Site) -> bool:
+    """Whether the site reads what the router beside it reads too, and keeps whether it trains or not."""
+    beside = any(hasattr(parent, "router") for parent in site.parents)
+    return site.leaf in ("router", "linear_fc1") and beside and not site.experts and site.around is not Around.REMOVED
+
+
 def _mlp_is_recomputed(site: Site) -> bool:
     is_dense = site.name.split(".")[-2:-1] == ["mlp"] and site.leaf in ("linear_fc1", "linear_fc2")
     return is_dense and _recomputes(site, "mlp")

@@ -52,6 +52,24 @@ class Plan:
         """Width of z: the rank of each part."""
         return self.rank * len(self.parts)
 
+    def dim(self, name: str) -> int | None:
+        """The dimension of a parameter that is sharded."""
+        dim = (self.placement.a if name == "a" else self.placement.b).dim()
+        return None if dim is None else dim + (name in self.each)
+
+    def is_partial(self, name: str) -> bool:
+        """Whether a parameter's gradient is a part on each rank of the linear's group."""
+        return self.placement.sum_a if name == "a" else self.placement.sum_b
+
+    def shape(self, name: str, site: Site) -> tuple[int, ...]:
+        """What a rank holds of a parameter."""
+        whole = {"a": (self.width, site.d_in), "b": (site.d_out, self.rank), "magnitude": (site.d_out,)}[name]
+        shape = [site.experts, *whole] if name in self.each else list(whole)
+        dim = self.dim(name)
+        if dim is not None:
+            shape[dim] //= site.group.size()
+        return tuple(shape)
+
 
 class Factors(NamedTuple):
     """What one product needs: of one linear, or of several experts with a first dimension.
@@ -101,17 +119,12 @@ class HeldFactors(nn.Module):
             self.magnitude = self._parameter(self._row_norms(), "magnitude")
         self.a.requires_grad_(not config.freeze_a)
 
-    def _dim(self, name: str) -> int | None:
-        """The dimension of a parameter that is sharded."""
-        dim = (self.plan.placement.a if name == "a" else self.plan.placement.b).dim()
-        return None if dim is None else dim + (name in self.plan.each)
-
     def _stride(self, name: str) -> int:
         """Blocks of that dimension that are sharded each for itself."""
         return 1 if name == "a" else self.site.output_parts
 
     def _parameter(self, part: Tensor, name: str) -> nn.Parameter:
-        dim = self._dim(name)
+        dim = self.plan.dim(name)
         parameter: Any = nn.Parameter(part.to(device=self.site.like.device, dtype=self._dtype, copy=True).contiguous())
         sharded = dim is not None and self.site.group.size() > 1
         set_tensor_model_parallel_attributes(parameter, sharded, dim if dim is not None else -1, self._stride(name))
@@ -123,7 +136,7 @@ class HeldFactors(nn.Module):
 
     def _shard(self, full: Tensor, name: str) -> Tensor:
         """This rank's shard of a whole factor; of gate and of up each where the output holds both."""
-        dim, group = self._dim(name), self.site.group
+        dim, group = self.plan.dim(name), self.site.group
         if dim is None:
             return full
         parts = full.chunk(self._stride(name), dim)
@@ -139,7 +152,7 @@ class HeldFactors(nn.Module):
         self.sums_in_autograd = not defer
         for name, parameter in self.named_parameters():
             parameter.sequence_parallel = (  # type: ignore[attr-defined]
-                defer and not self.site.experts and self._is_partial(name)
+                defer and not self.site.experts and self.plan.is_partial(name)
             )
 
     def deferred_sums(self) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
@@ -149,12 +162,9 @@ class HeldFactors(nn.Module):
             if group is not None:
                 yield parameter, group
 
-    def _is_partial(self, name: str) -> bool:
-        return self.plan.placement.sum_a if name == "a" else self.plan.placement.sum_b
-
     def sum_group(self, name: str) -> ProcessGroup | None:
         """The processes over which a parameter's gradient is summed, beside data-parallel ones."""
-        group = self.site.group if self._is_partial(name) else None
+        group = self.site.group if self.plan.is_partial(name) else None
         if self.site.experts and name not in self.plan.each:  # each expert-parallel peer saw its own experts' tokens
             group = shared_group(group)
         return group if group is not None and group.size() > 1 else None

@@ -148,7 +148,7 @@ def _run_pair(linear: Any, base: Callable[..., Any], x: Tensor, gather: bool, ar
 
 def _plain_facts(linear: Any) -> Facts:
     # Megatron-Core marks weights that see a shard of the sequence; on others every rank sees all tokens.
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = getattr(linear, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
     d_out, d_in = linear.weight.shape
     return Facts(group, d_in, d_out, _around(group, getattr(linear.weight, "sequence_parallel", False), False))
 

@@ -2,27 +2,24 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from lightning_mcore_lora.models.hf_config import read_hf_config
+from lightning_mcore_lora.models.described import Source, describe, transformer_config
 from lightning_mcore_lora.models.marks import mark_parameters
 from lightning_mcore_lora.models.norms import SequenceParallelNorm
-from lightning_mcore_lora.models.rope import Rope
 from lightning_mcore_lora.models.routers import keep_from_autocast
 from lightning_mcore_lora.models.vocabulary import hide_padding, padded_size
 from lightning_mcore_lora.parallel import ParallelContext, ParallelSizes
 
 
 def build_gpt_model(
-    source: str | Path | Mapping[str, Any] | TransformerConfig,
+    source: Source,
     parallel: ParallelContext,
     *,
     vocab_size: int | None = None,
@@ -54,22 +51,16 @@ def build_gpt_model(
         ParallelSizeError: If the model cannot be split so.
         NotImplementedError: If Megatron-Core cannot express the model, naming the setting.
     """
-    if isinstance(source, TransformerConfig):
-        if vocab_size is None or max_sequence_length is None:
-            raise ValueError("vocab_size and max_sequence_length are required when source is a TransformerConfig")
-        fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source) if f.init}
-        rope = Rope(rotary_base)
-    else:
-        hf = read_hf_config(source)
-        fields, rope, vocab_size = hf.transformer, hf.rope, hf.vocab_size
-        max_sequence_length = max_sequence_length or hf.max_sequence_length
-        share_embeddings_and_output_weights = hf.tied
-
+    described = describe(
+        source,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        tied=share_embeddings_and_output_weights,
+        rotary_base=rotary_base,
+    )
+    rope = described.rope
     use_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    fields |= overrides
-    # On the undivided config: with sizes in it Megatron-Core raises first, and names no way out.
-    parallel.sizes.check_model(_config_for(ParallelSizes(1), fields, use_te))
-    config = _config_for(parallel.sizes, fields, use_te)
+    config = transformer_config(described.fields | overrides, parallel.sizes, use_te)
     for name, value in rope.settings.items():
         setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)
@@ -78,46 +69,23 @@ def build_gpt_model(
     model = GPTModel(
         config,
         spec,
-        vocab_size=padded_size(vocab_size, parallel.sizes.tensor),
-        max_sequence_length=max_sequence_length,
+        vocab_size=padded_size(described.vocab_size, parallel.sizes.tensor),
+        max_sequence_length=described.max_sequence_length,
         parallel_output=True,
-        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=described.tied,
         position_embedding_type=rope.embedding,
         rotary_base=rope.base,
     )
     if rope.rescale is not None:
         model.rotary_pos_emb.inv_freq = rope.rescale(model.rotary_pos_emb, model.rotary_pos_emb.inv_freq)
-    hide_padding(model, vocab_size, parallel)
-    if not isinstance(source, TransformerConfig):
-        model.hf_config = hf.settings
-        model.base_path = None if isinstance(source, Mapping) else str(Path(source).resolve())
+    hide_padding(model, described.vocab_size, parallel)
+    if described.settings is not None:
+        model.hf_config = described.settings
+        model.base_path = str(Path(source).resolve()) if isinstance(source, str | Path) else None
     mark_parameters(model)
     keep_from_autocast(model)
     model.register_forward_pre_hook(_SequenceCheck(parallel.sizes), with_kwargs=True)
     return model
-
-
-def _config_for(sizes: ParallelSizes, fields: dict[str, Any], use_te: bool) -> TransformerConfig:
-    fields = {"params_dtype": torch.get_default_dtype()} | fields  # of bf16-true, for one
-    fields |= {
-        "tensor_model_parallel_size": sizes.tensor,
-        "sequence_parallel": sizes.sequence_parallel,
-        "expert_model_parallel_size": sizes.expert,
-        "expert_tensor_parallel_size": sizes.expert_tensor,
-    }
-    if not torch.cuda.is_available():
-        fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
-    if not use_te:
-        # These fusions, and weight gradients written into main_grad, need CUDA kernels of Apex or Transformer Engine.
-        fields |= {
-            "gradient_accumulation_fusion": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "apply_rope_fusion": False,
-            "moe_grouped_gemm": False,
-            "persist_layer_norm": False,
-        }
-    return TransformerConfig(**fields)
 
 
 def _with_sequence_parallel_norms(spec: Any) -> Any:

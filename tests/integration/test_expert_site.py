@@ -48,7 +48,7 @@ def test_exact(workers: WorkerPool, grouped: bool, world: int, layout: tuple[int
 
 
 def _mutated(mutation: str, layout: tuple[int, int, int], lora: dict[str, Any]) -> dict[str, float]:
-    from lightning_mcore_lora.adapters import apply, factors, layer
+    from lightning_mcore_lora.adapters import factors, layer, planning
 
     with pytest.MonkeyPatch.context() as patch:
         row: Any = {
@@ -57,7 +57,7 @@ def _mutated(mutation: str, layout: tuple[int, int, int], lora: dict[str, Any]) 
             "B's sum left out": {"sum_b": False},
         }.get(mutation)
         if row is not None:
-            patch.setattr(apply, "lookup", lambda *key: dataclasses.replace(lookup(*key), **row))
+            patch.setattr(planning, "lookup", lambda *key: dataclasses.replace(lookup(*key), **row))
         elif mutation == "output detached":
             up = layer.up
             patch.setattr(layer, "up", lambda output, z, *rest: up(output, z.detach(), *rest))

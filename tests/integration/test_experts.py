@@ -263,18 +263,18 @@ def test_the_base_stays_as_it_was_loaded(workers: WorkerPool) -> None:
 
 
 def _mutated(mutation: str, directory: str, layout: tuple[int, int, int], case: Case) -> Any:
-    from lightning_mcore_lora.adapters import apply, factors
+    from lightning_mcore_lora.adapters import factors, planning
 
     with pytest.MonkeyPatch.context() as patch:
         if mutation == "z summed where outputs are":
-            right = apply.lookup
+            right = planning.lookup
 
             def summed(kind: str, around: Around, mode: str) -> Placement:
                 row = right(kind, around, mode)
                 is_wrong = kind == "row" and around is Around.REMOVED
                 return dataclasses.replace(row, middle=Middle.REDUCE) if is_wrong else row
 
-            patch.setattr(apply, "lookup", summed)
+            patch.setattr(planning, "lookup", summed)
         elif mutation == "reduced over the dense group":
             patch.setattr(factors, "experts_are_apart", lambda: False)
         elif mutation == "auxiliary losses scaled by the router":

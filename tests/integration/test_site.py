@@ -173,7 +173,7 @@ def _mutated(mutation: str, kind: str, mode: str) -> dict[str, float]:
         elif mutation == "shard order swapped":
 
             def shard(self: Any, full: torch.Tensor, name: str) -> torch.Tensor:
-                dim = self._dim(name)
+                dim = self.plan.dim(name)
                 if dim is None:
                     return full
                 size, rank = self.site.group.size(), self.site.group.rank()

@@ -1,0 +1,319 @@
+"""How much memory a run will need, from formulas: before it is launched, without processes or weights."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.table import Table
+
+from lightning_mcore_lora.adapters.config import DTYPES, LoRAConfig
+from lightning_mcore_lora.adapters.cost import Cost, predict, trained_parameters
+from lightning_mcore_lora.adapters.matching import layer_of
+from lightning_mcore_lora.adapters.planning import Planned, plan_lora
+from lightning_mcore_lora.memory.activations import STAGES, Work, base_bytes, loss_bytes, norm_input
+from lightning_mcore_lora.memory.skeleton import LAYERS, build_skeleton, is_mixture
+from lightning_mcore_lora.models.described import Source, describe, transformer_config
+from lightning_mcore_lora.models.vocabulary import padded_size
+from lightning_mcore_lora.parallel import ParallelSizes
+
+GIB = 2**30
+
+
+class Precision(NamedTuple):
+    """One row of :data:`PRECISIONS`.
+
+    Args:
+        weights: Dtype of the base.
+        element: Bytes of an element of activations.
+    """
+
+    weights: torch.dtype
+    element: int
+
+
+PRECISIONS: dict[str, Precision] = {
+    "32-true": Precision(torch.float32, 4),
+    "bf16-true": Precision(torch.bfloat16, 2),
+    "bf16-mixed": Precision(torch.float32, 2),
+    "16-mixed": Precision(torch.float32, 2),
+}
+
+#: Bytes of state for each trained parameter, by name of the torch optimizer.
+OPTIMIZERS: dict[str, int] = {"adamw": 8, "adam": 8, "sgd": 0, "sgd with momentum": 4, "adagrad": 4, "rmsprop": 4}
+
+NOT_COUNTED = (
+    "CUDA's context (about 0.5 GiB), NCCL's and user buffers, memory lost to fragmentation, temporaries inside kernels "
+    "and the optimizer, data waiting in loaders"
+)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the most loaded rank, at the peak of a training step.
+
+    Args:
+        components: Name to bytes, in the order of the table; they sum to :attr:`total`.
+        adapters: What each site's adapter costs.
+        sizes: The layout.
+        micro_batch_size: Sequences of a microbatch.
+        sequence_length: Tokens of each.
+        settings: What else was assumed.
+        after_forward: Bytes that forward leaves for backward; weights, gradients and what lives for a while left out.
+    """
+
+    components: dict[str, int]
+    adapters: dict[str, Cost]
+    sizes: ParallelSizes
+    micro_batch_size: int
+    sequence_length: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    after_forward: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.components.values())
+
+    @property
+    def total_gib(self) -> float:
+        """The peak in GiB."""
+        return self.total / GIB
+
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """Components from the largest on."""
+        return sorted(self.components.items(), key=lambda item: -item[1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain data, bytes throughout."""
+        return {
+            "total": self.total,
+            "components": self.components,
+            "layout": vars(self.sizes),
+            "micro_batch_size": self.micro_batch_size,
+            "sequence_length": self.sequence_length,
+            "settings": self.settings,
+            "not_counted": NOT_COUNTED,
+        }
+
+    def __rich__(self) -> Table:
+        """A table of the components in GiB."""
+        sizes = self.sizes
+        table = Table(
+            title=f"Memory of the most loaded rank: {self.total_gib:.2f} GiB",
+            caption="\n".join(
+                (
+                    f"TP={sizes.tensor}, SP {'on' if sizes.sequence_parallel else 'off'}, EP={sizes.expert}, "
+                    f"ETP={sizes.expert_tensor}, {sizes.world_size} process(es); microbatches of "
+                    f"{self.micro_batch_size} x {self.sequence_length:,} tokens",
+                    ", ".join(f"{name}={value}" for name, value in self.settings.items()),
+                    f"not counted: {NOT_COUNTED}",
+                )
+            ),
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        table.add_column("component")
+        table.add_column("GiB", justify="right")
+        table.add_column("share", justify="right")
+        for name, count in self.components.items():
+            table.add_row(name, f"{count / GIB:.3f}", f"{100 * count / self.total:.1f} %")
+        return table
+
+
+def estimate_memory(
+    source: Source,
+    sizes: ParallelSizes,
+    *,
+    sequence_length: int,
+    micro_batch_size: int = 1,
+    precision: str = "bf16-true",
+    optimizer: str = "adamw",
+    lora: LoRAConfig | None = None,
+    layers: str = "te",
+    attention: str | None = None,
+    expert_imbalance: float = 1.0,
+    vocab_size: int | None = None,
+    tied: bool = False,
+    **overrides: Any,
+) -> MemoryEstimate:
+    """Estimate the memory of LoRA tuning on the most loaded rank.
+
+    Weights, gradients, optimizer state and the adapters' part are exact; what the base keeps for backward follows
+    Megatron-Core's layers term by term.
+
+    Args:
+        source: A Hugging Face model directory, the content of its ``config.json``, or a ``TransformerConfig``.
+        sizes: The layout.
+        sequence_length: Tokens of a sequence.
+        micro_batch_size: Sequences of a microbatch on one data-parallel replica.
+        precision: Lightning's setting. With a mixed one biases make activations float32, which is not counted.
+        optimizer: Name of a torch optimizer, one of ``OPTIMIZERS``.
+        lora: The adapters; ``None`` is ``LoRAConfig()``.
+        layers: ``"te"`` for Transformer Engine's layers, as on CUDA, or ``"local"`` for Megatron-Core's own.
+        attention: ``"flash"`` keeps no scores, ``"unfused"`` does; ``None`` is what the layers use.
+        expert_imbalance: Tokens that the busiest rank's experts get, over the mean.
+        vocab_size: Tokens. Read from the directory; required with a ``TransformerConfig``.
+        tied: Whether the output layer is the embedding. Read from the directory.
+        **overrides: Fields of ``TransformerConfig``, for example ``recompute_granularity="full"``.
+
+    Returns:
+        The estimate; ``print`` it with rich.
+
+    Raises:
+        ParallelSizeError: If the model or the sequence cannot be split so.
+        NotImplementedError: If Megatron-Core cannot express the model.
+        ValueError: If a setting is unknown.
+    """
+    for name, value, known in (
+        ("precision", precision, PRECISIONS),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("layers", layers, LAYERS),
+        ("attention", attention, (None, "flash", "unfused")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} must be one of {list(known)}")
+    for name, number in (("sequence_length", sequence_length), ("micro_batch_size", micro_batch_size)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r} must be a positive integer")
+    if not expert_imbalance >= 1:
+        raise ValueError(f"expert_imbalance={expert_imbalance!r} must be at least 1, which is no imbalance")
+    lora = LoRAConfig() if lora is None else lora
+    described = describe(source, vocab_size=vocab_size, max_sequence_length=sequence_length, tied=tied)
+    weights, element = PRECISIONS[precision]
+    config = transformer_config(described.fields | {"params_dtype": weights} | overrides, sizes, layers == "te")
+    sizes.check_sequence(sequence_length)
+    work = Work(
+        config,
+        sizes,
+        micro_batch_size,
+        sequence_length,
+        element,
+        flash=attention == "flash" if attention else layers == "te",
+        on_cpu=layers == "local" and not torch.cuda.is_available(),
+        imbalance=expert_imbalance,
+    )
+    model = build_skeleton(config, sizes, layers, described.vocab_size, described.tied)
+    planned = plan_lora(model, lora)
+    trained = _trained(planned, lora)
+    first = _first(planned, config.num_layers)
+    kept, again = base_bytes(work, is_mixture(config), first)
+    costs = _costs(planned, lora, work)
+    vocabulary = padded_size(described.vocab_size, sizes.tensor) // sizes.tensor
+    loss, beside = loss_bytes(work, vocabulary)
+    adapters = sum(cost.kept(work.tokens) for cost in costs.values())
+    if lora.recompute_inputs and first[1] == STAGES["linear_qkv"] and config.recompute_granularity is None:
+        kept["norms"] += norm_input(work)  # of the first layer that trains only its adapter keeps the norm's input
+    full = _inputs_of_trained(planned, work)
+    again += _again(planned, costs, work)
+    after_forward = sum(kept.values()) + adapters + full + loss
+    components = {
+        "base weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "adapter weights": trained.adapters,
+        "float32 masters": trained.masters,
+        "gradients": 4 * trained.parameters,
+        "optimizer state": OPTIMIZERS[optimizer] * trained.parameters,
+        **kept,
+        "adapters' inputs and z": adapters,
+        "inputs of what trains in full": full,
+        "softmax of the loss": loss,
+        # Both are not there at once: the loss is gone when layers are computed again.
+        "logits, or layers computed again": max(beside, again - loss),
+    }
+    return MemoryEstimate(
+        components={name: math.ceil(count) for name, count in components.items() if count},
+        adapters=costs,
+        sizes=sizes,
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+        settings={
+            "precision": precision,
+            "optimizer": optimizer,
+            "layers": layers,
+            "attention": "flash" if work.flash else "unfused",
+            "sequence_mode": lora.sequence_mode,
+            "rank": lora.rank,
+            **_told(overrides),
+        },
+        after_forward=round(after_forward),
+    )
+
+
+def _told(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in overrides.items()}
+
+
+def _first(planned: Planned, layers: int) -> tuple[int, int]:
+    """The first layer that anything trains in, and the stage in it."""
+    first = (layers, 0)
+    names = [site.name for site, plan in planned.sites if not isinstance(plan, str)]
+    for name in [*names, *(name for name, _ in planned.saved)]:
+        layer, leaf = layer_of(name), name.rpartition(".")[2]
+        if layer is not None:
+            first = min(first, (layer, STAGES.get(leaf, 0)))
+        elif "embedding" in name:
+            first = (0, 0)
+    return first
+
+
+class _Trained(NamedTuple):
+    """Bytes of adapters, bytes of float32 masters, and parameters, on one rank."""
+
+    adapters: int
+    masters: int
+    parameters: int
+
+
+def _trained(planned: Planned, lora: LoRAConfig) -> _Trained:
+    held = trains = 0
+    names = trained_parameters(lora)
+    for site, plan in planned.sites:
+        if not isinstance(plan, str):
+            sizes = {name: math.prod(plan.shape(name, site)) for name in {"a", *names}}
+            held += sum(sizes.values())
+            trains += sum(sizes[name] for name in names)
+    element = DTYPES[lora.dtype].itemsize
+    full = [p for _, module in planned.saved for p in module.parameters()]
+    masters = (4 * trains if element < 4 else 0) + sum(4 * p.numel() for p in full if p.element_size() < 4)
+    return _Trained(held * element, masters, trains + sum(p.numel() for p in full))
+
+
+def _costs(planned: Planned, lora: LoRAConfig, work: Work) -> dict[str, Cost]:
+    """Of each site that gets an adapter; of experts with the tokens of the busiest rank."""
+    costs = {}
+    for site, plan in planned.sites:
+        if not isinstance(plan, str):
+            cost = predict(site, plan, lora, work.sizes, work.element)
+            costs[site.name] = cost.scaled(work.load) if site.experts else cost
+    return costs
+
+
+def _again(planned: Planned, costs: Mapping[str, Cost], work: Work) -> float:
+    """Bytes of adapters in the layers that are computed again at one time."""
+    by_layer: dict[str, float] = {}
+    for name, cost in costs.items():
+        layer = ".".join(name.split(".")[:3])
+        by_layer[layer] = by_layer.get(layer, 0.0) + cost.again_per_token * work.tokens
+    config = work.config
+    chunk = (config.recompute_num_layers or 1) if config.recompute_method == "uniform" else 1
+    return chunk * max(by_layer.values(), default=0.0)
+
+
+def _inputs_of_trained(planned: Planned, work: Work) -> float:
+    """Bytes that linears, and norms on the CPU, keep which train in full."""
+    kept = 0.0
+    for module in (module for _, saved in planned.saved for module in saved.modules()):
+        name, weight = type(module).__name__, getattr(module, "weight", None)
+        if weight is None:
+            continue
+        if weight.dim() == 2 and hasattr(module, "tp_group"):
+            tokens = work.tokens if name.startswith(("Row", "TERow")) else work.split
+            kept += tokens * weight.shape[1] * work.element
+        elif name == "Norm" and work.on_cpu:
+            kept += work.split * weight.numel() * 4
+    return kept

@@ -1,0 +1,147 @@
+"""The estimator's rules for CUDA, against published figures, and what it refuses."""
+
+from typing import Any
+
+import pytest
+
+from lightning_mcore_lora import LoRAConfig, MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.flops import flops_per_token
+from lightning_mcore_lora.parallel import ParallelSizeError, ParallelSizes
+
+QWEN3: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 151936, "max_position_embeddings": 40960}
+#: The settings of the published models' ``config.json`` that have to do with size.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": QWEN3
+    | {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "Qwen3-30B-A3B": QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "GPT-OSS-120B": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
+}
+#: Layout, sequence length and decimal GB that re-gather saved on H100s, at a micro batch of 1.
+SAVED = [
+    ("Qwen3-8B", ParallelSizes(2, 2, True, 1, 2), 8192, 4.731),
+    ("Qwen3-30B-A3B", ParallelSizes(4, 4, True, 4, 1), 8192, 1.569),
+    ("GPT-OSS-120B", ParallelSizes(8, 2, True, 8, 1), 4096, 0.814),
+]
+
+
+@pytest.mark.parametrize(("model", "sizes", "sequence", "published"), SAVED)
+def test_regather_saves_what_was_published(model: str, sizes: ParallelSizes, sequence: int, published: float) -> None:
+    def estimate(mode: str) -> MemoryEstimate:
+        return estimate_memory(PUBLISHED[model], sizes, sequence_length=sequence, lora=LoRAConfig(sequence_mode=mode))
+
+    gather = estimate("gather")
+    assert (gather.total - estimate("regather").total) / 1e9 == pytest.approx(published, rel=0.05)
+    # `local` keeps what re-gather keeps, and at column-parallel sites a z of the whole rank.
+    z = gather.micro_batch_size * sequence * 16 * 2 * 2 * len(gather.adapters)
+    assert estimate("local").total - estimate("regather").total < z
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"), [("Qwen3-8B", 8.19), ("Qwen3-30B-A3B", 30.53), ("GPT-OSS-120B", 116.83)]
+)
+def test_weights_are_those_of_the_published_models(model: str, billions: float) -> None:
+    estimate = estimate_memory(PUBLISHED[model], ParallelSizes(1), sequence_length=8)
+    assert estimate.components["base weights"] / 2e9 == pytest.approx(billions, abs=0.005)
+
+
+def qwen3(**options: Any) -> MemoryEstimate:
+    sizes = options.pop("sizes", ParallelSizes(2, 2, True, 1, 2))
+    return estimate_memory(PUBLISHED["Qwen3-8B"], sizes, **({"sequence_length": 4096} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"precision": "64"}, "precision='64' must be one of"),
+        ({"optimizer": "lbfgs"}, "optimizer='lbfgs' must be one of"),
+        ({"layers": "nemo"}, "layers='nemo' must be one of"),
+        ({"attention": "paged"}, "attention='paged' must be one of"),
+        ({"sequence_length": 0}, "sequence_length=0 must be a positive"),
+        ({"micro_batch_size": 1.5}, "micro_batch_size=1.5 must be a positive"),
+        ({"sequence_length": 4097}, "sequence length=4097 is not divisible"),
+        ({"expert_imbalance": 0.5}, "expert_imbalance=0.5 must be at least 1"),
+        (
+            {"sizes": ParallelSizes(3, 3, True, 1, 3)},
+            "num_attention_heads=32 is not divisible by tensor_parallel_size=3",
+        ),
+        ({"lora": LoRAConfig(rank=3, sequence_mode="gather")}, "rank=3 is not divisible"),
+        ({"lora": LoRAConfig(target_modules=("q_proj",))}, "'q_proj' matches no linear"),
+    ],
+)
+def test_bad_settings_are_named(options: dict[str, Any], names: str) -> None:
+    with pytest.raises((ValueError, ParallelSizeError), match=names):
+        qwen3(**options)
+
+
+def test_what_is_kept_is_what_the_settings_say() -> None:
+    plain = qwen3()
+    parts = plain.components
+    assert sum(parts.values()) == plain.total == plain.to_dict()["total"]
+    assert qwen3(micro_batch_size=2).components["mlp"] == 2 * parts["mlp"]
+    assert qwen3(optimizer="sgd").total == plain.total - parts["optimizer state"]
+    assert qwen3(attention="unfused").components["attention scores"] > 10 * parts["attention scores"]
+    assert qwen3(bias_activation_fusion=True).components["mlp"] == parts["mlp"] / 2
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recomputed = qwen3(**full)
+    assert "mlp" not in recomputed.components
+    # All layers' inputs; and what is computed again is one layer of all that is kept without.
+    assert recomputed.components["recomputed layers' inputs"] == pytest.approx(36 * 4096 * 4096 // 2 * 2, rel=0.02)
+    assert recomputed.total < plain.total
+    assert "bf16-true" in str(plain.__rich__().caption)
+
+
+def test_experts_get_what_their_capacity_lets_them() -> None:
+    def experts(**options: Any) -> int:
+        sizes = ParallelSizes(4, 4, True, 4, 1)
+        estimate = estimate_memory(PUBLISHED["Qwen3-30B-A3B"], sizes, sequence_length=4096, **options)
+        return estimate.components["experts"]
+
+    routed = experts(expert_imbalance=2.0) - experts()
+    assert routed > 0
+    capped = experts(expert_imbalance=2.0, moe_expert_capacity_factor=1.5, moe_router_load_balancing_type="none")
+    assert capped - experts() == pytest.approx(routed / 2, abs=2)
+
+
+def test_frozen_linears_count_two_thirds() -> None:
+    """6 N for each parameter that trains, 4 N for each that does not, and attention's own product."""
+    sequence = 4096
+    found = flops_per_token(PUBLISHED["Qwen3-8B"], sequence, LoRAConfig(rank=16))
+    hidden, ffn, heads, keys, layers, vocabulary = 4096, 12288, 4096, 2048, 36, 151936
+    linears = layers * (hidden * (heads + keys) + heads * hidden + 3 * hidden * ffn) + hidden * vocabulary
+    wide = ((hidden, heads + keys), (heads, hidden), (hidden, 2 * ffn), (ffn, hidden))
+    factors = layers * sum(16 * (d_in + d_out) for d_in, d_out in wide)
+    attention = layers * 3 * 2 * 2 * heads * sequence / 2
+    assert found == pytest.approx(4 * linears + 6 * factors + attention, rel=1e-12)
