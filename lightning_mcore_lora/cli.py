@@ -1,4 +1,4 @@
-"""The command line: ``lightning-mcore-lora dequantize | export | merge``."""
+"""The command line: ``lightning-mcore-lora dequantize | estimate | export | merge``."""
 
 import os
 import sys
@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from jsonargparse import auto_cli
 
+from lightning_mcore_lora.memory.command import estimate
 from lightning_mcore_lora.models.dequantize import dequantize
 from lightning_mcore_lora.peft.checkpoint import export_checkpoint
 from lightning_mcore_lora.peft.merge import merge_directory
 
-COMMANDS: dict[str, Any] = {"dequantize": dequantize, "export": export_checkpoint, "merge": merge_directory}
+COMMANDS: dict[str, Any] = {
+    "dequantize": dequantize,
+    "estimate": estimate,
+    "export": export_checkpoint,
+    "merge": merge_directory,
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -34,7 +40,8 @@ def main(args: Sequence[str] | None = None) -> None:
         out = auto_cli(COMMANDS, args=args, as_positional=False, prog="lightning-mcore-lora")
     except (ImportError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    print(f"Wrote {out}")
+    if out is not None:
+        print(f"Wrote {out}")
 
 
 if __name__ == "__main__":

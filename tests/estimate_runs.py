@@ -100,7 +100,7 @@ def counted(
         micro_batch_size=batch,
         precision=precision,
         lora=settings,
-        layers="local",
+        accelerator="cpu",
         vocab_size=VOCAB,
     )
     return {

@@ -1,5 +1,6 @@
-"""Memory: measured, predicted, explained."""
+"""Memory and work of a run, predicted."""
 
 from lightning_mcore_lora.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.flops import flops_per_token
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = ["MemoryEstimate", "estimate_memory", "flops_per_token"]

@@ -135,7 +135,8 @@ def estimate_memory(
     precision: str = "bf16-true",
     optimizer: str = "adamw",
     lora: LoRAConfig | None = None,
-    layers: str = "te",
+    accelerator: str = "cuda",
+    layers: str | None = None,
     attention: str | None = None,
     expert_imbalance: float = 1.0,
     vocab_size: int | None = None,
@@ -155,7 +156,9 @@ def estimate_memory(
         precision: Lightning's setting. With a mixed one biases make activations float32, which is not counted.
         optimizer: Name of a torch optimizer, one of ``OPTIMIZERS``.
         lora: The adapters; ``None`` is ``LoRAConfig()``.
-        layers: ``"te"`` for Transformer Engine's layers, as on CUDA, or ``"local"`` for Megatron-Core's own.
+        accelerator: ``"cuda"`` or ``"cpu"``.
+        layers: ``"te"`` for Transformer Engine's layers or ``"local"`` for Megatron-Core's own; ``None`` is the former
+            on CUDA, the latter on the CPU.
         attention: ``"flash"`` keeps no scores, ``"unfused"`` does; ``None`` is what the layers use.
         expert_imbalance: Tokens that the busiest rank's experts get, over the mean.
         vocab_size: Tokens. Read from the directory; required with a ``TransformerConfig``.
@@ -170,7 +173,10 @@ def estimate_memory(
         NotImplementedError: If Megatron-Core cannot express the model.
         ValueError: If a setting is unknown.
     """
+    if layers is None:
+        layers = "local" if accelerator == "cpu" else "te"
     for name, value, known in (
+        ("accelerator", accelerator, ("cuda", "cpu")),
         ("precision", precision, PRECISIONS),
         ("optimizer", optimizer, OPTIMIZERS),
         ("layers", layers, LAYERS),
@@ -195,7 +201,7 @@ def estimate_memory(
         sequence_length,
         element,
         flash=attention == "flash" if attention else layers == "te",
-        on_cpu=layers == "local" and not torch.cuda.is_available(),
+        on_cpu=accelerator == "cpu",
         imbalance=expert_imbalance,
     )
     model = build_skeleton(config, sizes, layers, described.vocab_size, described.tied)
@@ -234,6 +240,7 @@ def estimate_memory(
         settings={
             "precision": precision,
             "optimizer": optimizer,
+            "accelerator": accelerator,
             "layers": layers,
             "attention": "flash" if work.flash else "unfused",
             "sequence_mode": lora.sequence_mode,

@@ -1,6 +1,7 @@
 """What a model is to be: read from a Hugging Face directory, or from Megatron-Core's own config."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -69,6 +70,7 @@ def transformer_config(fields: Mapping[str, Any], sizes: ParallelSizes, use_te: 
 
     Raises:
         ParallelSizeError: If the model cannot be split so.
+        ValueError: If Megatron-Core has no such field.
     """
     # On the undivided config: with sizes in it Megatron-Core raises first, and names no way out.
     sizes.check_model(_config(fields, ParallelSizes(1), use_te))
@@ -95,4 +97,8 @@ def _config(fields: Mapping[str, Any], sizes: ParallelSizes, use_te: bool) -> Tr
             "moe_grouped_gemm": False,
             "persist_layer_norm": False,
         }
+    known = [f.name for f in dataclasses.fields(TransformerConfig)]
+    for name in fields.keys() - set(known):
+        near = difflib.get_close_matches(name, known)
+        raise ValueError(f"{name!r} is no field of TransformerConfig; near names: {near}")
     return TransformerConfig(**fields)

@@ -1,13 +1,18 @@
 """The estimator's rules for CUDA, against published figures, and what it refuses."""
 
+import json
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_mcore_lora import LoRAConfig, MemoryEstimate, estimate_memory
-from lightning_mcore_lora.memory.flops import flops_per_token
+from lightning_mcore_lora import LoRAConfig, MemoryEstimate, estimate_memory, flops_per_token
+from lightning_mcore_lora.cli import main
 from lightning_mcore_lora.parallel import ParallelSizeError, ParallelSizes
 
+DOCS = Path(__file__).parents[2] / "docs/memory.md"
 QWEN3: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 151936, "max_position_embeddings": 40960}
 #: The settings of the published models' ``config.json`` that have to do with size.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -77,6 +82,32 @@ def test_weights_are_those_of_the_published_models(model: str, billions: float) 
     assert estimate.components["base weights"] / 2e9 == pytest.approx(billions, abs=0.005)
 
 
+def test_docs_show_what_is_estimated() -> None:
+    rows = re.findall(r"^\| (.*?) \| .*? \| \d+ \| ([\d.]+) GB \| ([\d.]+) GB \|", DOCS.read_text(), re.MULTILINE)
+    assert [(name, float(published)) for name, published, _ in rows] == [(row[0], row[3]) for row in SAVED]
+    for (model, sizes, sequence, _), (_, _, shown) in zip(SAVED, rows, strict=True):
+        gather, regather = (
+            estimate_memory(PUBLISHED[model], sizes, sequence_length=sequence, lora=LoRAConfig(sequence_mode=mode))
+            for mode in ("gather", "regather")
+        )
+        assert float(shown) == round((gather.total - regather.total) / 1e9, 3)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-8B"]))
+    command = re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL)[0].replace("model-dir", str(tmp_path))
+    arguments = shlex.split(command)[1:]
+    main(arguments)
+    table = capsys.readouterr().out
+    main([*arguments, "--json", "true"])
+    found = json.loads(capsys.readouterr().out)
+    assert f"{found['total'] / 2**30:.2f} GiB" in table
+    for name, count in found["components"].items():
+        assert re.search(rf"{name} +{count / 2**30:.3f}", table), name
+    with pytest.raises(SystemExit, match=r"'recompute' is no field of TransformerConfig; near names: .*recompute"):
+        main([*arguments, "--overrides", '{"recompute": true}'])
+
+
 def qwen3(**options: Any) -> MemoryEstimate:
     sizes = options.pop("sizes", ParallelSizes(2, 2, True, 1, 2))
     return estimate_memory(PUBLISHED["Qwen3-8B"], sizes, **({"sequence_length": 4096} | options))
@@ -87,6 +118,7 @@ def qwen3(**options: Any) -> MemoryEstimate:
     [
         ({"precision": "64"}, "precision='64' must be one of"),
         ({"optimizer": "lbfgs"}, "optimizer='lbfgs' must be one of"),
+        ({"accelerator": "tpu"}, "accelerator='tpu' must be one of"),
         ({"layers": "nemo"}, "layers='nemo' must be one of"),
         ({"attention": "paged"}, "attention='paged' must be one of"),
         ({"sequence_length": 0}, "sequence_length=0 must be a positive"),
