@@ -23,7 +23,7 @@ from lightning_mcore_lora.adapters import (
 )
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
 from lightning_mcore_lora.checkpoint import load_checkpoint
-from lightning_mcore_lora.memory import MemoryEstimate, estimate_memory, flops_per_token
+from lightning_mcore_lora.memory import FabricMemoryMonitor, MemoryEstimate, estimate_memory, flops_per_token
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
 from lightning_mcore_lora.peft import load_peft_adapter, save_peft_adapter
 from lightning_mcore_lora.strategy import MCoreTP
@@ -33,6 +33,7 @@ MCoreTP.register_strategies(StrategyRegistry)
 MCoreTP.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
+    "FabricMemoryMonitor",
     "LoRAConfig",
     "LoRAReport",
     "LoRASPCallback",

@@ -1,46 +1,35 @@
-"""Memory in the log."""
+"""Memory in the Trainer's log."""
 
-import resource
-import sys
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from typing_extensions import override
 
 from lightning_mcore_lora.callbacks.logging import is_logged, log
-
-_GIB = 2**30
-
-
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process in GiB: the allocator's on CUDA, the resident set's on the CPU.
-
-    Returns:
-        ``memory/peak_allocated_gib`` since the last reset on CUDA, or ``memory/peak_rss_gib`` since the process began.
-    """
-    if device.type == "cuda":
-        return {"memory/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB}
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
-    return {"memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB}
+from lightning_mcore_lora.memory.readings import MemoryWindow, worst_over_ranks
 
 
 class MemoryMonitor(pl.Callback):
-    """Logs peak memory, the largest over all ranks, each time the Trainer logs.
+    """Logs memory, the largest over all ranks and which rank's it is, each time the Trainer logs.
 
-    On CUDA ``memory/peak_allocated_gib`` is the peak since the previous log; on the CPU ``memory/peak_rss_gib`` is the
-    peak resident set since the process began, which cannot be reset.
+    Keys: see :class:`~lightning_mcore_lora.memory.readings.MemoryWindow`, and ``memory/worst_rank``. A logged step
+    costs one small all-reduce; others cost nothing.
+
+    Args:
+        prog_bar: Whether the progress bar shows the peak too.
     """
+
+    def __init__(self, *, prog_bar: bool = False) -> None:
+        self.prog_bar = prog_bar
+        self._window: MemoryWindow | None = None
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._window = MemoryWindow(trainer.strategy.root_device)
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
-        if not is_logged(trainer):
+        if self._window is None or not is_logged(trainer):
             return
-        device = trainer.strategy.root_device
-        values = peak_memory(device)
-        worst = torch.tensor(list(values.values()), dtype=torch.float32, device=device)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-        log(pl_module, dict(zip(values, worst.tolist(), strict=True)))
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        values = worst_over_ranks(self._window.close(), self._window.peak, trainer.strategy.root_device)
+        log(pl_module, values, prog_bar=(self._window.peak,) if self.prog_bar else ())

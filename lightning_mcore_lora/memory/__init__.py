@@ -1,6 +1,7 @@
-"""Memory and work of a run, predicted."""
+"""Memory and work of a run, measured and predicted."""
 
 from lightning_mcore_lora.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.fabric import FabricMemoryMonitor
 from lightning_mcore_lora.memory.flops import flops_per_token
 
-__all__ = ["MemoryEstimate", "estimate_memory", "flops_per_token"]
+__all__ = ["FabricMemoryMonitor", "MemoryEstimate", "estimate_memory", "flops_per_token"]
