@@ -213,8 +213,8 @@ def estimate_memory(
     vocabulary = padded_size(described.vocab_size, sizes.tensor) // sizes.tensor
     loss, beside = loss_bytes(work, vocabulary)
     adapters = sum(cost.kept(work.tokens) for cost in costs.values())
-    if lora.recompute_inputs and first[1] == STAGES["linear_qkv"] and config.recompute_granularity is None:
-        kept["norms"] += norm_input(work)  # of the first layer that trains only its adapter keeps the norm's input
+    if config.recompute_granularity is None and _recomputes_first_norm(planned, first):
+        kept["norms"] += norm_input(work)  # which otherwise only layers after it keep
     full = _inputs_of_trained(planned, work)
     again += _again(planned, costs, work)
     after_forward = sum(kept.values()) + adapters + full + loss
@@ -266,6 +266,15 @@ def _first(planned: Planned, layers: int) -> tuple[int, int]:
         elif "embedding" in name:
             first = (0, 0)
     return first
+
+
+def _recomputes_first_norm(planned: Planned, first: tuple[int, int]) -> bool:
+    """Whether the first adapter of all keeps the norm's input, to compute its own from."""
+    return first[1] == STAGES["linear_qkv"] and any(
+        layer_of(site.name) == first[0] and site.leaf == "linear_qkv" and plan.known is not None
+        for site, plan in planned.sites
+        if not isinstance(plan, str)
+    )
 
 
 class _Trained(NamedTuple):
