@@ -49,9 +49,12 @@ def _run(rank: int, function: Callable, args: tuple, kwargs: dict, world_size: i
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "PL_GLOBAL_SEED": "7"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # Lightning reads them, but the group stands already
     torch.manual_seed(7)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+    except RuntimeError as error:
+        return None, f"rank {rank} did not meet the others: {error}"
     try:
         return True, function(*args, **kwargs)
     except BaseException as error:
@@ -84,6 +87,18 @@ class WorkerPool:
         Raises:
             WorkerError: If any rank raised, or did not answer in time (the pool is then started anew).
         """
+        answers = self._ask(world_size, function, args, kwargs)
+        if any(ok is None for ok, _ in answers):
+            # Gloo sometimes loses a connection while processes meet. Nothing has run by then: new ones meet once more.
+            self.close()
+            answers = self._ask(world_size, function, args, kwargs)
+        failures = [message for ok, message in answers if not ok]
+        if failures:
+            raise WorkerError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def _ask(self, world_size: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[tuple]:
+        """Whether each rank's function returned (``None``: it never began), and what it returned or raised."""
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
             # Not daemons, which may not have children: Megatron-Core's checkpoint writer forks.
@@ -105,10 +120,7 @@ class WorkerPool:
             except EOFError:
                 self.close()
                 raise WorkerError(f"rank {rank} died") from None
-        failures = [message for ok, message in answers if not ok]
-        if failures:
-            raise WorkerError("\n".join(failures))
-        return [result for _, result in answers]
+        return answers
 
     def close(self) -> None:
         """End every worker."""
