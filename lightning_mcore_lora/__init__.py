@@ -23,7 +23,14 @@ from lightning_mcore_lora.adapters import (
 )
 from lightning_mcore_lora.callbacks import LoRASPCallback, MemoryMonitor, RouterMonitor
 from lightning_mcore_lora.checkpoint import load_checkpoint
-from lightning_mcore_lora.memory import FabricMemoryMonitor, MemoryEstimate, estimate_memory, flops_per_token
+from lightning_mcore_lora.memory import (
+    FabricMemoryMonitor,
+    MemoryEstimate,
+    Recommendation,
+    estimate_memory,
+    flops_per_token,
+    recommend,
+)
 from lightning_mcore_lora.models import build_gpt_model, generate, load_hf_weights
 from lightning_mcore_lora.peft import load_peft_adapter, save_peft_adapter
 from lightning_mcore_lora.strategy import MCoreTP
@@ -40,6 +47,7 @@ __all__ = [
     "MCoreTP",
     "MemoryEstimate",
     "MemoryMonitor",
+    "Recommendation",
     "RouterMonitor",
     "RouterStats",
     "apply_lora",
@@ -53,6 +61,7 @@ __all__ = [
     "load_peft_adapter",
     "lora_plus_groups",
     "merge_lora",
+    "recommend",
     "remove_lora",
     "save_peft_adapter",
     "unmerge_lora",

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-mcore-lora dequantize | estimate | export | merge``."""
+"""The command line: ``lightning-mcore-lora dequantize | doctor | estimate | export | merge | recommend``."""
 
 import os
 import sys
@@ -9,17 +9,22 @@ from typing import Any
 import torch
 from jsonargparse import auto_cli
 
-from lightning_mcore_lora.memory.command import estimate
+from lightning_mcore_lora.memory.command import estimate, recommend
+from lightning_mcore_lora.memory.doctor import doctor
 from lightning_mcore_lora.models.dequantize import dequantize
 from lightning_mcore_lora.peft.checkpoint import export_checkpoint
 from lightning_mcore_lora.peft.merge import merge_directory
 
 COMMANDS: dict[str, Any] = {
     "dequantize": dequantize,
+    "doctor": doctor,
     "estimate": estimate,
     "export": export_checkpoint,
     "merge": merge_directory,
+    "recommend": recommend,
 }
+#: Commands that look at the device; all others are the CPU's work, and a model would go where CUDA is.
+_LOOK_AT_CUDA = ("doctor",)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -32,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: With what is wrong, in one line.
     """
     args = list(sys.argv[1:] if args is None else args)
-    if torch.cuda.is_available():  # everything here is the CPU's work, and a model would go where CUDA is
+    if torch.cuda.is_available() and args[:1] not in ([name] for name in _LOOK_AT_CUDA):
         command = [sys.executable, "-m", "lightning_mcore_lora.cli", *args]
         os.execve(sys.executable, command, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     warnings.simplefilter("ignore")

@@ -36,6 +36,7 @@ class Cost:
     Args:
         kept_per_token: Kept for backward, for each token of a microbatch.
         kept_per_microbatch: Kept beside that: DoRA's norms and ratios, A in the activations' dtype for re-gather.
+        gathered_per_token: What of ``kept_per_token`` the mode ``local`` would not keep: the gathered sequence.
         again_per_token: Kept in the same way, but only while Megatron-Core computes the site again.
         sent_per_token: Sent in forward and backward, for each token of a microbatch.
         sent_per_microbatch: Sent beside that in each microbatch: DoRA's norms.
@@ -44,6 +45,7 @@ class Cost:
 
     kept_per_token: float = 0.0
     kept_per_microbatch: float = 0.0
+    gathered_per_token: float = 0.0
     again_per_token: float = 0.0
     sent_per_token: float = 0.0
     sent_per_microbatch: float = 0.0
@@ -60,7 +62,7 @@ class Cost:
 
     def scaled(self, load: float) -> "Cost":
         """The same with so many times the tokens."""
-        names = ("kept_per_token", "again_per_token", "sent_per_token")
+        names = ("kept_per_token", "gathered_per_token", "again_per_token", "sent_per_token")
         return replace(self, **{name: getattr(self, name) * load for name in names})
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -95,6 +97,8 @@ def predict(site: Site, plan: Plan, config: LoRAConfig, sizes: ParallelSizes, el
     )
     if config.freeze_a or (is_shared and not is_copy):
         kept_input = 0.0
+    own = 0.0 if is_shared or site.type.makes_input else wide / n  # what the mode local keeps
+    gathered = max(kept_input - own, 0.0) if row.enter is Enter.GATHER and row.around is Around.SEQUENCE else 0.0
     if site.type.makes_input:  # the linear keeps what it returns; other than that only a copy is kept
         kept_input = wide / (n if row.around is Around.SEQUENCE else 1) + (kept_input if is_copy else 0.0)
     casts = row.enter is Enter.REGATHER and DTYPES[config.dtype].itemsize != element
@@ -116,10 +120,12 @@ def predict(site: Site, plan: Plan, config: LoRAConfig, sizes: ParallelSizes, el
     elif config.dora and row.a is Factor.RANK:
         norms = plan.width * site.d_in * single * share
     keeps, weights = forwards == 1, max(site.experts, 1)
-    per_token = _tokens_seen(site, sizes) * (kept_input + (z + output) * at_output)
+    seen = _tokens_seen(site, sizes)
+    per_token = seen * (kept_input + (z + output) * at_output)
     return Cost(
         kept_per_token=keeps * per_token,
         kept_per_microbatch=keeps * (config.dora * weights * d_out * (element + single) + cast_a),
+        gathered_per_token=keeps * seen * gathered,
         again_per_token=(not keeps) * per_token,
         sent_per_token=share * (passes(*_MIDDLE_PASSES[row.middle]) * z + enter * wide),
         sent_per_microbatch=forwards * weights * norms,

@@ -1,4 +1,4 @@
-"""The command ``lightning-mcore-lora estimate``."""
+"""The commands ``lightning-mcore-lora estimate`` and ``recommend``."""
 
 import json as json_format
 from pathlib import Path
@@ -7,8 +7,25 @@ from typing import Any
 from rich.console import Console
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
-from lightning_mcore_lora.memory.estimate import estimate_memory
+from lightning_mcore_lora.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.plots import check_plot, plot_estimate
+from lightning_mcore_lora.memory.recommend import Recommendation
+from lightning_mcore_lora.memory.recommend import recommend as find_recommendation
 from lightning_mcore_lora.parallel import ParallelSizes
+
+
+def layout(
+    devices: int | None, tensor: int, sequence_parallel: bool | None, expert: int, expert_tensor: int | None
+) -> ParallelSizes:
+    """Sizes as MCoreTP completes them: as many devices as they need, SP where TP is on, ETP equal to TP."""
+    etp = tensor if expert_tensor is None else expert_tensor
+    return ParallelSizes(
+        max(tensor, expert * etp) if devices is None else devices,
+        tensor,
+        tensor > 1 if sequence_parallel is None else sequence_parallel,
+        expert,
+        etp,
+    )
 
 
 def estimate(
@@ -28,7 +45,8 @@ def estimate(
     lora: LoRAConfig = LoRAConfig(),  # noqa: B008
     overrides: dict[str, Any] | None = None,
     json: bool = False,
-) -> None:
+    plot: Path | None = None,
+) -> Path | None:
     """Estimate the memory of the most loaded rank before a launch.
 
     Args:
@@ -48,18 +66,13 @@ def estimate(
         lora: The adapters.
         overrides: Fields of TransformerConfig, for example {"recompute_granularity": "full"}.
         json: Print plain data, bytes throughout, in place of a table.
+        plot: PNG, HTML, SVG or PDF file for the components as bars.
     """
-    expert_tensor = tensor_parallel_size if expert_tensor_parallel_size is None else expert_tensor_parallel_size
-    sizes = ParallelSizes(
-        max(tensor_parallel_size, expert_parallel_size * expert_tensor) if devices is None else devices,
-        tensor_parallel_size,
-        tensor_parallel_size > 1 if sequence_parallel is None else sequence_parallel,
-        expert_parallel_size,
-        expert_tensor,
-    )
+    if plot is not None:
+        check_plot(plot)
     found = estimate_memory(
         model,
-        sizes,
+        layout(devices, tensor_parallel_size, sequence_parallel, expert_parallel_size, expert_tensor_parallel_size),
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
         precision=precision,
@@ -70,8 +83,67 @@ def estimate(
         expert_imbalance=expert_imbalance,
         **(overrides or {}),
     )
+    _print(found, json)
+    if plot is not None:
+        plot_estimate(plot, found)
+    return None if json else plot
+
+
+def recommend(
+    model: Path,
+    sequence_length: int,
+    budget_gib: float,
+    devices: int,
+    micro_batch_size: int = 1,
+    precision: str = "bf16-true",
+    optimizer: str = "adamw",
+    accelerator: str = "cuda",
+    expert_imbalance: float = 1.0,
+    lora: LoRAConfig = LoRAConfig(),  # noqa: B008
+    overrides: dict[str, Any] | None = None,
+    json: bool = False,
+) -> None:
+    """Search layouts and settings for the fastest that fits.
+
+    Args:
+        model: Hugging Face model directory; only its config.json is read.
+        sequence_length: Tokens of a sequence.
+        budget_gib: GiB that a rank may take: the device's, less a tenth for what is not counted.
+        devices: Processes.
+        micro_batch_size: Sequences of a microbatch on one data-parallel replica, where the search begins.
+        precision: Lightning's setting.
+        optimizer: Name of a torch optimizer.
+        accelerator: cuda or cpu.
+        expert_imbalance: Tokens that the busiest rank's experts get, over the mean.
+        lora: The adapters.
+        overrides: Fields of TransformerConfig.
+        json: Print plain data, bytes throughout, in place of a table.
+    """
+    with Console(stderr=True).status("Estimating layouts"):
+        found = find_recommendation(
+            model,
+            budget_gib,
+            devices,
+            sequence_length=sequence_length,
+            micro_batch_size=micro_batch_size,
+            precision=precision,
+            optimizer=optimizer,
+            accelerator=accelerator,
+            expert_imbalance=expert_imbalance,
+            lora=lora,
+            **(overrides or {}),
+        )
+    _print(found, json)
+
+
+def _print(found: MemoryEstimate | Recommendation, json: bool) -> None:
     if json:
         print(json_format.dumps(found.to_dict(), indent=2))
-        return
+    else:
+        print_table(found)
+
+
+def print_table(found: Any) -> None:
+    """Print what rich can, as wide as the terminal; into a file 120 columns wide."""
     terminal = Console()
     (terminal if terminal.is_terminal else Console(width=120)).print(found)

@@ -13,6 +13,7 @@ from lightning_mcore_lora.adapters.config import DTYPES, LoRAConfig
 from lightning_mcore_lora.adapters.cost import Cost, predict, trained_parameters
 from lightning_mcore_lora.adapters.matching import layer_of
 from lightning_mcore_lora.adapters.planning import Planned, plan_lora
+from lightning_mcore_lora.adapters.report import SiteReport
 from lightning_mcore_lora.memory.activations import STAGES, Work, base_bytes, loss_bytes, norm_input
 from lightning_mcore_lora.memory.skeleton import LAYERS, build_skeleton, is_mixture
 from lightning_mcore_lora.models.described import Source, describe, transformer_config
@@ -56,21 +57,36 @@ class MemoryEstimate:
 
     Args:
         components: Name to bytes, in the order of the table; they sum to :attr:`total`.
-        adapters: What each site's adapter costs.
-        sizes: The layout.
-        micro_batch_size: Sequences of a microbatch.
-        sequence_length: Tokens of each.
-        settings: What else was assumed.
+        sites: Each site that gets an adapter: how it runs, why not as asked, and what it costs.
+        arguments: What was given to :func:`estimate_memory`.
+        settings: What was assumed, for the table.
         after_forward: Bytes that forward leaves for backward; weights, gradients and what lives for a while left out.
     """
 
     components: dict[str, int]
-    adapters: dict[str, Cost]
-    sizes: ParallelSizes
-    micro_batch_size: int
-    sequence_length: int
+    sites: tuple[SiteReport, ...]
+    arguments: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     after_forward: int = 0
+
+    def again(self, **changes: Any) -> "MemoryEstimate":
+        """The estimate with other arguments, the rest as it was."""
+        return estimate_memory(**{**self.arguments, **changes})
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The layout."""
+        return self.arguments["sizes"]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a microbatch."""
+        return self.arguments["micro_batch_size"]
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of each."""
+        return self.arguments["sequence_length"]
 
     @property
     def total(self) -> int:
@@ -233,10 +249,27 @@ def estimate_memory(
     }
     return MemoryEstimate(
         components={name: math.ceil(count) for name, count in components.items() if count},
-        adapters=costs,
-        sizes=sizes,
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
+        sites=tuple(
+            SiteReport(site.name, site.kind, mode=plan.placement.mode, reason=plan.fallback, cost=costs[site.name])
+            for site, plan in planned.sites
+            if not isinstance(plan, str)
+        ),
+        arguments={
+            "source": source,
+            "sizes": sizes,
+            "sequence_length": sequence_length,
+            "micro_batch_size": micro_batch_size,
+            "precision": precision,
+            "optimizer": optimizer,
+            "lora": lora,
+            "accelerator": accelerator,
+            "layers": layers,
+            "attention": attention,
+            "expert_imbalance": expert_imbalance,
+            "vocab_size": vocab_size,
+            "tied": tied,
+            **overrides,
+        },
         settings={
             "precision": precision,
             "optimizer": optimizer,

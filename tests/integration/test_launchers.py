@@ -95,11 +95,15 @@ def test_unknown_start_method_is_refused() -> None:
 # -- what CUDA must find when it starts ------------------------------------------------------------------------
 
 
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 @pytest.mark.parametrize(
     ("environ", "tp", "added"),
     [
-        ({}, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        ({}, 1, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"}),
+        ({"NCCL_GRAPH_REGISTER": "0"}, 1, EXPANDABLE),
+        ({"NCCL_GRAPH_REGISTER": "1"}, 1, {}),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, 2, {}),
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, 1, {}),
     ],

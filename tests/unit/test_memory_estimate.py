@@ -70,7 +70,7 @@ def test_regather_saves_what_was_published(model: str, sizes: ParallelSizes, seq
     gather = estimate("gather")
     assert (gather.total - estimate("regather").total) / 1e9 == pytest.approx(published, rel=0.05)
     # `local` keeps what re-gather keeps, and at column-parallel sites a z of the whole rank.
-    z = gather.micro_batch_size * sequence * 16 * 2 * 2 * len(gather.adapters)
+    z = gather.micro_batch_size * sequence * 16 * 2 * 2 * len(gather.sites)
     assert estimate("local").total - estimate("regather").total < z
 
 

@@ -1,0 +1,221 @@
+"""The fastest layout and settings that fit a budget, by estimate."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from lightning_mcore_lora.memory.estimate import GIB, MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.remedies import EXPERT_PARALLEL, TENSOR_PARALLEL, savings
+from lightning_mcore_lora.models.described import Source
+from lightning_mcore_lora.parallel import ParallelSizes
+
+#: Tensor parallelism stays inside a node.
+LARGEST_TENSOR = 8
+_SHOWN = 12
+
+
+class Candidate(NamedTuple):
+    """A way to run.
+
+    Args:
+        throughput: Relative to one device without any remedy.
+        settings: What differs from what was asked.
+        estimate: What it takes.
+    """
+
+    throughput: float
+    settings: tuple[str, ...]
+    estimate: MemoryEstimate
+
+
+class DoesNotFitError(ValueError):
+    """No layout and no remedy fits the budget."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The fastest way to run that fits, and the faster ones that do not.
+
+    Args:
+        budget_gib: What a rank may take.
+        chosen: What fits.
+        tried: Faster ones, the fastest first.
+    """
+
+    budget_gib: float
+    chosen: Candidate
+    tried: tuple[Candidate, ...]
+
+    @property
+    def estimate(self) -> MemoryEstimate:
+        """What the chosen one takes."""
+        return self.chosen.estimate
+
+    @property
+    def why(self) -> str:
+        """The reason, in a sentence."""
+        said = ", ".join(self.chosen.settings) or "as asked"
+        if not self.tried:
+            return f"{_layout(self.estimate.sizes)} fits, {said}, and nothing is faster"
+        least = min(self.tried, key=lambda candidate: candidate.estimate.total)
+        return (
+            f"{_layout(self.estimate.sizes)}, {said}, is the fastest that fits {self.budget_gib:g} GiB; of the "
+            f"{len(self.tried)} faster ones the leanest takes {least.estimate.total_gib:.2f} GiB"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recommendation as plain data, bytes throughout."""
+        return {
+            "budget": round(self.budget_gib * GIB),
+            "why": self.why,
+            "settings": list(self.chosen.settings),
+            "throughput": self.chosen.throughput,
+            "estimate": self.estimate.to_dict(),
+        }
+
+    def __rich__(self) -> Table:
+        """A table of what was tried, the chosen one last."""
+        table = Table(
+            title=f"Fits {self.budget_gib:g} GiB a rank",
+            caption=f"{self.why}\nthroughput: relative, from published losses; see docs/memory.md",
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        for name in ("layout", "settings", "throughput", "GiB", "fits"):
+            table.add_column(name, justify="right" if name in ("throughput", "GiB") else "left")
+        for candidate in (*self.tried[-_SHOWN + 1 :], self.chosen):
+            estimate = candidate.estimate
+            table.add_row(
+                _layout(estimate.sizes),
+                ", ".join(candidate.settings) or "as asked",
+                f"{candidate.throughput:.2f}",
+                f"{estimate.total_gib:.2f}",
+                "yes" if candidate is self.chosen else "no",
+            )
+        return table
+
+
+def recommend(
+    source: Source, budget_gib: float, devices: int, *, sequence_length: int, **arguments: Any
+) -> Recommendation:
+    """Search layouts and settings for the fastest that fits, by estimate.
+
+    Layouts are those of ``devices`` processes that the model can be split in; settings are the remedies of
+    :mod:`lightning_mcore_lora.memory.remedies`, with the losses of throughput that are published there. Each doubling
+    of the tensor-parallel size is taken to lose what was measured from 4 to 8, of the others what is assumed there.
+
+    Args:
+        source: See :func:`~lightning_mcore_lora.estimate_memory`.
+        budget_gib: GiB that a rank may take: the device's, less a tenth for what is not counted.
+        devices: Processes.
+        sequence_length: Tokens of a sequence.
+        **arguments: Others of :func:`~lightning_mcore_lora.estimate_memory`, but ``sizes``: where the search begins.
+
+    Returns:
+        What fits; ``print`` it with rich.
+
+    Raises:
+        DoesNotFitError: If nothing does, naming the leanest.
+        ValueError: If a setting is unknown, or the model cannot be split at all.
+    """
+    if not budget_gib > 0 or not math.isfinite(budget_gib):
+        raise ValueError(f"budget_gib={budget_gib!r} must be a positive number")
+    if not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices={devices!r} must be a positive integer")
+    if "sizes" in arguments:
+        raise ValueError("sizes is what recommend searches: give devices")
+    candidates: list[tuple[float, MemoryEstimate, tuple[str, ...]]] = []
+    leanest: MemoryEstimate | None = None
+    refused: Exception | None = None
+    for sizes in _layouts(devices):
+        try:
+            asked = estimate_memory(source, sizes, sequence_length=sequence_length, **arguments)
+        except (ValueError, NotImplementedError) as error:
+            refused = refused or error
+            continue
+        if "experts" not in asked.components and (sizes.expert, sizes.expert_tensor) != (1, sizes.tensor):
+            continue
+        speed = (1 - TENSOR_PARALLEL) ** math.log2(sizes.tensor)
+        if "experts" in asked.components:
+            speed *= (1 - EXPERT_PARALLEL) ** math.log2(sizes.expert * sizes.expert_tensor)
+        variants = _variants(asked)
+        lean = _estimated(variants[-1].estimate) or asked
+        leanest = min((lean, leanest or lean), key=lambda estimate: estimate.total)
+        if lean.total_gib <= budget_gib:
+            candidates += [(speed * share, e, _settings(asked, e)) for share, e in variants]
+    if leanest is None:
+        raise refused or ValueError(f"no layout of {devices} device(s)")
+    tried: list[Candidate] = []
+    seen = set()
+    for speed, variant, said in sorted(candidates, key=lambda candidate: (-candidate[0], len(candidate[2]))):
+        estimate = None if (variant.sizes, said) in seen else _estimated(variant)
+        seen.add((variant.sizes, said))
+        if estimate is None:
+            continue
+        candidate = Candidate(speed, said, estimate)
+        if estimate.total_gib <= budget_gib:
+            return Recommendation(budget_gib, candidate, tuple(tried))
+        tried.append(candidate)
+    raise DoesNotFitError(
+        f"nothing fits budget_gib={budget_gib:g} on {devices} device(s): the leanest takes {leanest.total_gib:.2f} "
+        f"GiB, at {_layout(leanest.sizes)} with every remedy. Take more devices, or a shorter sequence"
+    )
+
+
+def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:
+    try:
+        return variant.again()
+    except (ValueError, NotImplementedError):  # Megatron-Core takes these settings not together
+        return None
+
+
+def _layout(sizes: ParallelSizes) -> str:
+    experts = f", EP={sizes.expert}, ETP={sizes.expert_tensor}" if sizes.expert * sizes.expert_tensor > 1 else ""
+    return f"TP={sizes.tensor}{', SP' if sizes.sequence_parallel else ''}{experts}, DP={sizes.data}"
+
+
+class _Variant(NamedTuple):
+    """What may be run, with its share of the layout's throughput."""
+
+    share: float
+    estimate: MemoryEstimate
+
+
+def _layouts(devices: int) -> Iterator[ParallelSizes]:
+    for tensor in (size for size in range(1, min(devices, LARGEST_TENSOR) + 1) if devices % size == 0):
+        for expert in (size for size in range(1, devices + 1) if devices % size == 0):
+            for expert_tensor in sorted({1, tensor}):
+                if devices % (expert * expert_tensor) == 0:
+                    yield ParallelSizes(devices, tensor, tensor > 1, expert, expert_tensor)
+
+
+def _variants(asked: MemoryEstimate) -> list[_Variant]:
+    """Combinations of the remedies that save anything, all of them last. Numbers are still those of what was asked."""
+    remedies = [saving.remedy for saving in savings(asked, least=1e-6) if not saving.remedy.resizes]
+    found = [_Variant(1.0, asked)]
+    for remedy in remedies:
+        for share, variant in list(found):
+            step = remedy.step(variant)
+            while step is not None and step.changes is not None:
+                share, arguments = share * (1 - remedy.lost), {**variant.arguments, **step.changes}
+                variant = dataclasses.replace(variant, arguments=arguments)
+                found.append(_Variant(share, variant))
+                step = remedy.step(variant)
+    return found
+
+
+def _settings(asked: MemoryEstimate, variant: MemoryEstimate) -> tuple[str, ...]:
+    """What differs from what was asked."""
+    before, after = ({**vars(e.arguments["lora"]), **e.arguments} for e in (asked, variant))
+    return tuple(
+        f"{name}={value!r}"
+        for name, value in after.items()
+        if name not in ("lora", "sizes") and value is not None and value != before.get(name)
+    )

@@ -1,0 +1,216 @@
+"""What takes less memory, and what it costs: one thing is one row of :data:`REMEDIES`, the cheapest first."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_mcore_lora.memory.estimate import MemoryEstimate
+from lightning_mcore_lora.parallel import ParallelSizes
+
+_GUIDE = "Megatron-Bridge's memory guide, Llama 3 70B on H100s"
+
+#: Shares of throughput that are lost.
+RECOMPUTED_INPUTS = 0.01
+CORE_ATTENTION = 0.027
+MICRO_BATCH = 0.05
+DISTRIBUTED_OPTIMIZER = 0.02
+MLP = 0.16
+LAYERS = 1 / 3
+EXPERT_PARALLEL = 0.05
+TENSOR_PARALLEL = 0.28
+PIPELINE_PARALLEL = 0.06
+
+
+class Step(NamedTuple):
+    """What a remedy does to a run.
+
+    Args:
+        text: What to set.
+        changes: Arguments of :func:`~lightning_mcore_lora.estimate_memory`; ``None`` if they cannot express it.
+        saved: Bytes that it saves, where arguments cannot say it.
+    """
+
+    text: str
+    changes: dict[str, Any] | None
+    saved: int | None = None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One row of :data:`REMEDIES`.
+
+    Args:
+        step: What it does to a run; ``None`` if there is nothing that it could.
+        lost: Share of throughput that it costs.
+        source: Who says so.
+        resizes: Whether it changes the layout.
+    """
+
+    step: Callable[[MemoryEstimate], Step | None]
+    lost: float
+    source: str
+    resizes: bool = False
+
+    @property
+    def cost(self) -> str:
+        """The cost, and who says so."""
+        return f"{self.lost:.0%} of throughput ({self.source})" if self.lost else f"none ({self.source})"
+
+
+class Saving(NamedTuple):
+    """A remedy for one run.
+
+    Args:
+        remedy: The row.
+        step: What it does.
+        saved: Bytes that it saves by itself; ``None`` if that is not known.
+    """
+
+    remedy: Remedy
+    step: Step
+    saved: int | None
+
+
+def savings(estimate: MemoryEstimate, least: float = 0.002) -> Iterator[Saving]:
+    """What would take less memory in a run, in the order of the table.
+
+    Args:
+        estimate: Of the run.
+        least: Smaller shares of the whole are left out.
+    """
+    for remedy in REMEDIES:
+        step = remedy.step(estimate)
+        if step is None:
+            continue
+        saved = step.saved
+        if step.changes is not None:
+            try:
+                saved = estimate.total - estimate.again(**step.changes).total
+            except (ValueError, NotImplementedError):  # the model cannot be split so
+                continue
+        if saved is None or saved >= least * estimate.total:
+            yield Saving(remedy, step, saved)
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+
+def _half_precision(e: MemoryEstimate) -> Step | None:
+    if e.arguments["precision"] == "bf16-true":
+        return None
+    return Step("precision='bf16-true' (what trains keeps float32 masters)", {"precision": "bf16-true"})
+
+
+def _flash(e: MemoryEstimate) -> Step | None:
+    if e.arguments["accelerator"] != "cuda" or e.arguments["layers"] == "te":
+        return None
+    return Step("Transformer Engine's layers: pip install it", {"layers": "te", "attention": None})
+
+
+def _local(e: MemoryEstimate) -> Step | None:
+    lora = e.arguments["lora"]
+    if lora.sequence_mode not in ("gather", "regather"):
+        return None
+    return Step("sequence_mode='local'", {"lora": dataclasses.replace(lora, sequence_mode="local")})
+
+
+def _inputs(e: MemoryEstimate) -> Step | None:
+    lora = e.arguments["lora"]
+    if lora.recompute_inputs or lora.sequence_mode in ("gather", "regather") or _recomputes(e) == "full":
+        return None
+    return Step("recompute_inputs=True", {"lora": dataclasses.replace(lora, recompute_inputs=True)})
+
+
+def _recomputes(e: MemoryEstimate) -> Any:
+    return e.arguments.get("recompute_granularity", getattr(e.arguments["source"], "recompute_granularity", None))
+
+
+def _selective(e: MemoryEstimate, module: str) -> Step | None:
+    if _recomputes(e) == "full":
+        return None
+    source = e.arguments["source"]
+    given = e.arguments.get("recompute_modules", getattr(source, "recompute_modules", None)) or ()
+    modules = list(given) if _recomputes(e) == "selective" else []
+    if module in modules:
+        return None
+    modules.append(module)
+    changes = {"recompute_granularity": "selective", "recompute_modules": modules}
+    return Step(f"recompute_granularity='selective', recompute_modules={modules}", changes)
+
+
+def _feed_forward(e: MemoryEstimate) -> Step | None:
+    return _selective(e, "moe" if "experts" in e.components else "mlp")
+
+
+def _layers(e: MemoryEstimate) -> Step | None:
+    if _recomputes(e) == "full":
+        return None
+    changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return Step(
+        "recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1",
+        {**changes, "recompute_modules": None},
+    )
+
+
+def _micro_batch(e: MemoryEstimate) -> Step | None:
+    half = e.micro_batch_size // 2
+    return Step(f"micro batch {half}, twice the accumulation", {"micro_batch_size": half}) if half else None
+
+
+def _distributed_optimizer(e: MemoryEstimate) -> Step | None:
+    replicas = e.sizes.data
+    state = e.components.get("optimizer state", 0) + e.components.get("float32 masters", 0)
+    if replicas == 1:
+        return None
+    text = (
+        f"a distributed optimizer over {replicas} replicas (not with MCoreTP, which takes plain torch optimizers; "
+        "optimizer='sgd' has no state)"
+    )
+    return Step(text, None, state * (replicas - 1) // replicas)
+
+
+def _resized(e: MemoryEstimate, **sizes: int) -> dict[str, Any]:
+    given = {**vars(e.sizes), **sizes}
+    least = max(given["tensor"], given["expert"] * given["expert_tensor"])
+    given["world_size"] = max(given["world_size"], least)
+    given["sequence_parallel"] = given["sequence_parallel"] or given["tensor"] > 1
+    return {"sizes": ParallelSizes(**given)}
+
+
+def _experts(e: MemoryEstimate) -> Step | None:
+    if "experts" not in e.components:
+        return None
+    size = 2 * e.sizes.expert
+    return Step(f"expert_parallel_size={size}{_devices(e, size * e.sizes.expert_tensor)}", _resized(e, expert=size))
+
+
+def _tensor(e: MemoryEstimate) -> Step | None:
+    size = 2 * e.sizes.tensor
+    experts = 2 * e.sizes.expert_tensor if e.sizes.expert_tensor == e.sizes.tensor else e.sizes.expert_tensor
+    text = f"tensor_parallel_size={size}{_devices(e, size)}"
+    return Step(text, _resized(e, tensor=size, expert_tensor=experts))
+
+
+def _devices(e: MemoryEstimate, needed: int) -> str:
+    return f" (needs {needed} processes)" if needed > e.sizes.world_size else ""
+
+
+def _pipeline(e: MemoryEstimate) -> Step | None:
+    return Step("pipeline parallelism (not with MCoreTP), at the price of half the replicas", None)
+
+
+REMEDIES: tuple[Remedy, ...] = (
+    Remedy(_half_precision, 0.0, "halves the frozen base"),
+    Remedy(_flash, 0.0, "its attention keeps no scores"),
+    Remedy(_local, 0.0, "sends less than both other modes"),
+    Remedy(_inputs, RECOMPUTED_INPUTS, "assumed: element-wise work only"),
+    Remedy(lambda e: _selective(e, "core_attn"), CORE_ATTENTION, "Korthikanti et al. 2022; more at long sequences"),
+    Remedy(_micro_batch, MICRO_BATCH, "assumed: smaller products"),
+    Remedy(_distributed_optimizer, DISTRIBUTED_OPTIMIZER, _GUIDE),
+    Remedy(_feed_forward, MLP, f"{_GUIDE}, mlp"),
+    Remedy(_layers, LAYERS, "FLOPs: a forward is half of a frozen layer's work"),
+    Remedy(_experts, EXPERT_PARALLEL, "assumed", resizes=True),
+    Remedy(_tensor, TENSOR_PARALLEL, f"{_GUIDE}, TP 4 to 8", resizes=True),
+    Remedy(_pipeline, PIPELINE_PARALLEL, f"{_GUIDE}, PP 4 to 8", resizes=True),
+)
