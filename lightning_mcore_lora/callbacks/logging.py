@@ -1,6 +1,6 @@
 """When monitors log, and how: values that are the same on every rank, once for each optimizer step that is logged."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
 
@@ -13,7 +13,7 @@ def is_logged(trainer: "pl.Trainer") -> bool:
     return trainer.global_step % every == 0
 
 
-def log(pl_module: "pl.LightningModule", values: Mapping[str, float], prog_bar: Collection[str] = ()) -> None:
-    """Log values that all ranks have in common, some of them in the progress bar too."""
+def log(pl_module: "pl.LightningModule", values: Mapping[str, float]) -> None:
+    """Log values that all ranks have in common."""
     for name, value in values.items():
-        pl_module.log(name, value, rank_zero_only=True, batch_size=1, prog_bar=name in prog_bar)
+        pl_module.log(name, value, rank_zero_only=True, batch_size=1)

@@ -9,6 +9,8 @@ import psutil
 import torch
 
 GIB = 2**30
+WORST = "memory/worst_rank"
+_CUDA = ("peak_allocated_gib", "peak_reserved_gib", "allocated_gib", "fragmentation", "alloc_retries", "ooms")
 
 
 class MemoryWindow:
@@ -33,6 +35,7 @@ class MemoryWindow:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._process = psutil.Process()
         self._counts = self._counters(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
 
     @property
@@ -40,12 +43,18 @@ class MemoryWindow:
         """The key by which ranks are compared."""
         return "memory/peak_allocated_gib" if self._device.type == "cuda" else "memory/peak_rss_gib"
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a window."""
+        names = _CUDA if self._device.type == "cuda" else ("peak_rss_gib", "rss_gib")
+        return tuple(f"memory/{name}" for name in names)
+
     def close(self) -> dict[str, float]:
         """Read the window, and begin the next."""
         if self._device.type != "cuda":
             unit = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            now = psutil.Process().memory_info().rss
+            now = self._process.memory_info().rss
             return {"memory/peak_rss_gib": max(peak, now) / GIB, "memory/rss_gib": now / GIB}
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -66,8 +75,8 @@ class MemoryWindow:
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
 
 
-def worst_over_ranks(values: dict[str, float], peak: str, device: torch.device) -> dict[str, float]:
-    """The largest of each value over all ranks, and ``memory/worst_rank``: the rank with the largest peak.
+def worst_over_ranks(values: dict[str, float], peak: str, device: torch.device) -> tuple[dict[str, float], list[float]]:
+    """The largest of each value over all ranks with ``memory/worst_rank``, the rank of the largest peak; and all peaks.
 
     One all-reduce over the world, of the values and a slot for each rank's peak.
 
@@ -75,12 +84,17 @@ def worst_over_ranks(values: dict[str, float], peak: str, device: torch.device) 
         values: This rank's, under the same keys on each.
         peak: The key of the peak.
         device: Where the collective runs.
+
+    Returns:
+        The values, and the peak of each rank.
     """
     if not torch.distributed.is_initialized():
-        return values | {"memory/worst_rank": 0.0}
+        return values | {WORST: 0.0}, [values[peak]]
     slots = [0.0] * torch.distributed.get_world_size()
     slots[torch.distributed.get_rank()] = values[peak]
     stacked = torch.tensor([*values.values(), *slots], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(stacked, op=torch.distributed.ReduceOp.MAX)
-    largest, peaks = stacked[: len(values)].tolist(), stacked[len(values) :]
-    return dict(zip(values, largest, strict=True)) | {"memory/worst_rank": float(peaks.argmax())}
+    numbers = stacked.tolist()
+    largest, peaks = numbers[: len(values)], numbers[len(values) :]
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    return dict(zip(values, largest, strict=True)) | {WORST: float(worst)}, peaks

@@ -8,8 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_mcore_lora import FabricMemoryMonitor, MCoreTP, MemoryMonitor
-from lightning_mcore_lora.memory import readings
+from lightning_mcore_lora import FabricMemoryMonitor, LoRAConfig, MCoreTP, MemoryMonitor, estimate_memory
+from lightning_mcore_lora.memory import monitor, readings
+from lightning_mcore_lora.memory.conflicts import CONFLICTS, Conflict
+from lightning_mcore_lora.memory.monitor import ConflictError
+from lightning_mcore_lora.memory.observed import Observed
+from lightning_mcore_lora.parallel import ParallelSizes
 from tests import runs, tiny
 from tests.runs import TinyModule
 from tests.workers import WorkerPool
@@ -91,3 +95,167 @@ def test_fabric(workers: WorkerPool, tmp_path: Path) -> None:
 def test_every_is_checked() -> None:
     with pytest.raises(ValueError, match="every=0 must be a positive integer"):
         FabricMemoryMonitor(None, every=0)  # type: ignore[arg-type]
+
+
+# -- conflicts -----------------------------------------------------------------------------------------------------
+
+
+def _conflicts(directory: str, mode: str, error_on: int | None, csv_path: str | None = None) -> list[str]:
+    """What the monitor says in two fits, or the error."""
+    rank = torch.distributed.get_rank()
+    error, warning = (next(row for row in CONFLICTS if row.severity == kind) for kind in ("error", "warning"))
+    find, said = monitor.find_conflicts, []
+
+    def found(situation: Any) -> list[Conflict]:
+        more = [Conflict(warning, "odd")] if rank == 1 else []
+        return [*find(situation), *more, *([Conflict(error, "broken")] if rank == error_on else [])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "find_conflicts", found)
+        patch.setattr(monitor.log, "warning", lambda text, *args: said.append(text % args))
+        watch = MemoryMonitor(csv=csv_path)
+        for _ in range(2):
+            trainer = runs.trainer(MCoreTP(tensor_parallel_size=2), mode, callbacks=(watch,), max_steps=1)
+            try:
+                trainer.fit(TinyModule(directory))
+            except ConflictError as conflict:
+                assert trainer.global_step == 0
+                return [f"raised: {conflict}"]
+    return said
+
+
+def test_warnings_come_once_from_rank_zero(workers: WorkerPool, tiny_llama: Path) -> None:
+    first, second = workers(2, _conflicts, str(tiny_llama), "gather", None)
+    assert second == []
+    assert len(first) == 2
+    assert first[0].startswith("gathered inputs kept: 4 site(s) keep")
+    assert "on rank" not in first[0]
+    assert first[1].startswith("expandable segments unset: odd")
+    assert first[1].endswith("(on rank 1)")
+
+
+def test_an_error_of_one_rank_is_raised_on_all(workers: WorkerPool, tiny_llama: Path) -> None:
+    for said in workers(2, _conflicts, str(tiny_llama), "local", 1):
+        assert said[0].startswith("raised: NCCL user buffers and expandable segments: broken")
+        assert said[0].endswith("(on rank 1)")
+
+
+def test_a_file_of_another_layout_is_an_error_on_all(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "memory.csv"
+    path.write_text("step,loss\n1,2.0\n")
+    for said in workers(2, _conflicts, str(tiny_llama), "local", None, str(path)):
+        assert "memory.csv' is there with other columns" in said[0]
+    assert path.read_text() == "step,loss\n1,2.0\n"
+
+
+# -- out of memory -------------------------------------------------------------------------------------------------
+
+
+class Greedy(TinyModule):
+    """Asks the host for four PiB in its third optimizer step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 4:
+            torch.empty(2**52, dtype=torch.uint8)
+        return super().training_step(batch, batch_idx)
+
+
+def _out_of_memory(directory: str, out: str) -> list[str]:
+    watch = MemoryMonitor(csv=f"{out}/memory.csv", plot=f"{out}/memory.html")
+    strategy = MCoreTP(tensor_parallel_size=2)
+    trainer = runs.trainer(strategy, "gather", callbacks=(watch,), log_every_n_steps=1)
+    with pytest.raises(RuntimeError) as failed:
+        trainer.fit(Greedy(directory))
+    return failed.value.__notes__
+
+
+def test_out_of_memory_is_explained(workers: WorkerPool, tiny_llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for rank, notes in enumerate(workers(2, _out_of_memory, str(tiny_llama), str(tmp_path))):
+        note = next(note for note in notes if "explained by MemoryMonitor" in note)
+        assert f"Out of memory on rank {rank}" in note
+        assert "4194304.00 GiB more were asked for" in note
+        assert "Ranks at step 2:" in note
+        sequence = tiny.tokens().shape[1] - 1
+        sizes = ParallelSizes(2, 2, True, 1, 2)
+        lora = LoRAConfig(rank=tiny.RANK, alpha=tiny.ALPHA, sequence_mode="gather")
+        estimate = estimate_memory(
+            tiny_llama,
+            sizes,
+            sequence_length=sequence,
+            micro_batch_size=2,
+            precision="32-true",
+            lora=lora,
+            accelerator="cpu",
+        )
+        assert f"Estimated for 2 x {sequence} tokens: {estimate.total / 2**20:.2f} MiB" in note
+        assert "micro batch 1, twice the accumulation: " in note
+    with (tmp_path / "memory.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert list(rows[0]) == ["step", "memory/peak_rss_gib", "memory/rss_gib", "memory/worst_rank", "rank0", "rank1"]
+    for row in rows:
+        peaks = [float(row["rank0"]), float(row["rank1"])]
+        assert max(peaks) == float(row["memory/peak_rss_gib"])
+        assert peaks.index(max(peaks)) == float(row["memory/worst_rank"])
+    assert "estimate, most loaded rank" in (tmp_path / "memory.html").read_text(), "drawn although it failed"
+
+
+def _fabric_out_of_memory(directory: str) -> list[str]:
+    fabric = runs.fabric(MCoreTP(tensor_parallel_size=2))
+    model = runs.model_for_fabric(fabric, directory, "local")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+
+    def loop() -> None:
+        with FabricMemoryMonitor(fabric, model, every=1, optimizer=optimizer) as watch:
+            runs.token_losses(model, tiny.tokens()[:2]).mean()
+            watch.step(1)
+            torch.empty(2**52, dtype=torch.uint8)
+
+    with pytest.raises(RuntimeError) as failed:
+        loop()
+    return failed.value.__notes__
+
+
+def test_out_of_memory_under_fabric(workers: WorkerPool, tiny_llama: Path) -> None:
+    for rank, notes in enumerate(workers(2, _fabric_out_of_memory, str(tiny_llama))):
+        assert f"Out of memory on rank {rank}, explained" in notes[0]
+        assert "Estimated for 2 x" in notes[0]
+        assert "optimizer state" not in notes[0], "SGD has none"
+
+
+def _observed(directory: str) -> tuple[int, list[str]]:
+    fabric = runs.fabric(MCoreTP(tensor_parallel_size=2))
+    model = runs.model_for_fabric(fabric, directory, "local")
+    observed = Observed(model, fabric.strategy.parallel.sizes, "32-true", "cpu")
+    refusals = []
+    for module in (model, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="the m") as refused:
+            Observed(module, fabric.strategy.parallel.sizes, "32-true", "cpu").estimate()
+        refusals.append(str(refused.value))
+    for count in (1, 3, 2):
+        runs.token_losses(model, tiny.tokens()[:count])
+    found = observed.estimate()
+    observed.close()
+    runs.token_losses(model, tiny.tokens()[:4])
+    assert observed.estimate().micro_batch_size == found.micro_batch_size == 3, "the largest until it was closed"
+    return found.total, refusals
+
+
+def test_what_runs_is_estimated(workers: WorkerPool, tiny_llama: Path) -> None:
+    total = estimate_memory(
+        tiny_llama,
+        ParallelSizes(2, 2, True, 1, 2),
+        sequence_length=tiny.tokens().shape[1] - 1,
+        micro_batch_size=3,
+        precision="32-true",
+        lora=LoRAConfig(rank=tiny.RANK, alpha=tiny.ALPHA, sequence_mode="local"),
+        accelerator="cpu",
+    ).total
+    for found, refusals in workers(2, _observed, str(tiny_llama)):
+        assert found == total
+        assert refusals == [
+            "the model has not run yet",
+            "the module holds none of Megatron-Core's language models",
+        ]

@@ -20,6 +20,7 @@ RECORDED: list[dict[str, int]] = [
         "num_ooms": 1,
     },
     {"num_alloc_retries": 4, "num_ooms": 1},
+    {},
 ]
 
 
@@ -67,9 +68,13 @@ def test_cpu_has_nothing_of_cuda() -> None:
 def test_docs_name_every_key(recorded: list[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
     devices = (torch.device("cuda", 0), torch.device("cpu"))
-    for key in ("memory/worst_rank", *(key for device in devices for key in MemoryWindow(device).close())):
+    for window in map(MemoryWindow, devices):
+        assert window.keys == tuple(window.close())
+    for key in ("memory/worst_rank", *(key for device in devices for key in MemoryWindow(device).keys)):
         assert f"`{key}`" in page
 
 
 def test_alone_this_is_the_worst_rank() -> None:
-    assert worst_over_ranks({"peak": 3.0}, "peak", torch.device("cpu")) == {"peak": 3.0, "memory/worst_rank": 0.0}
+    values, peaks = worst_over_ranks({"peak": 3.0}, "peak", torch.device("cpu"))
+    assert values == {"peak": 3.0, "memory/worst_rank": 0.0}
+    assert peaks == [3.0]
