@@ -68,7 +68,7 @@ def counted(
     forward.kept()  # caches are filled
     floor = forward.kept()
     settings = LoRAConfig(**lora)
-    report = apply_lora(model, settings)
+    report = apply_lora(model, settings, PRECISIONS[precision].activations)
     with_adapters = forward.kept()
     whole.remove()
     model.zero_grad()

@@ -18,7 +18,7 @@ from lightning_mcore_lora.parallel import ParallelContext, shard_group
 log = logging.getLogger(__name__)
 
 
-def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
+def apply_lora(model: nn.Module, config: LoRAConfig, activations: torch.dtype | None = None) -> LoRAReport:
     """Freeze a model and put an adapter beside each targeted linear.
 
     The linears stay where they are, with their names and state-dict keys; each gains a submodule ``lora`` with the
@@ -28,6 +28,8 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
     Args:
         model: The model, or a module that holds it. Megatron-Core's groups must exist.
         config: The adapters' settings.
+        activations: Dtype of activations, for the bytes in the report; ``None`` is that of the weights. Under mixed
+            precision they differ.
 
     Returns:
         What became of each target.
@@ -41,6 +43,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
         raise ValueError("the model has LoRA adapters already: apply_lora once, or remove_lora(model) first")
     planned = plan_lora(model, config)
     sizes = ParallelContext.current().sizes
+    element = None if activations is None else activations.itemsize
     base_parameters = logical_parameters(model.parameters())
     entries: list[SiteReport] = []
     built: list[LoRAAdapter] = []
@@ -59,7 +62,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
                 plan.fallback,
                 plan.rank,
                 logical_parameters(p for p in adapter.parameters() if p.requires_grad),
-                predict(site, plan, config, sizes),
+                predict(site, plan, config, sizes, element),
             )
         )
     for name, module in planned.saved:

@@ -7,6 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mcore_lora.adapters import LoRAConfig, LoRAReport, adapters, apply_lora
+from lightning_mcore_lora.memory.estimate import PRECISIONS
 from lightning_mcore_lora.strategy import MCoreTP
 
 
@@ -76,6 +77,7 @@ class LoRASPCallback(pl.Callback):
     def _apply(self, module: nn.Module) -> None:
         if next(adapters(module), None):  # a second fit, or validate after fit
             return
-        self.report = apply_lora(module, self.config)
+        precision = PRECISIONS.get(str(module.trainer.precision)) if isinstance(module, pl.LightningModule) else None
+        self.report = apply_lora(module, self.config, precision and precision.activations)
         if self.verbose and isinstance(module, pl.LightningModule) and module.trainer.is_global_zero:
             self.report.print()

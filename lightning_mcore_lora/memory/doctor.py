@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
 from rich import box
 from rich.table import Table
 
@@ -18,7 +20,7 @@ from lightning_mcore_lora.memory.command import layout, print_table
 from lightning_mcore_lora.memory.conflicts import Conflict, find_conflicts
 from lightning_mcore_lora.memory.estimate import estimate_memory
 from lightning_mcore_lora.memory.situation import TOKENS, Situation, torch_version
-from lightning_mcore_lora.models.described import describe
+from lightning_mcore_lora.models.described import check_fields, describe
 from lightning_mcore_lora.parallel import ParallelSizes
 
 _PACKAGES = (
@@ -74,6 +76,10 @@ def doctor(
         accelerator: cuda or cpu; what is here if left out.
         capability: The device's compute capability, for example 9.0; what is here if left out.
     """
+    if accelerator not in (None, "cuda", "cpu"):
+        raise ValueError(f"accelerator={accelerator!r} must be 'cuda' or 'cpu', or be left out")
+    check_fields(overrides or {}, TransformerConfig)
+    check_fields(ddp or {}, DistributedDataParallelConfig)
     here = torch.cuda.is_available()
     on_cuda = here if accelerator is None else accelerator == "cuda"
     if on_cuda and here:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from rich import box
 from rich.table import Table
 
@@ -28,18 +29,18 @@ class Precision(NamedTuple):
 
     Args:
         weights: Dtype of the base.
-        element: Bytes of an element of activations.
+        activations: Dtype of activations.
     """
 
     weights: torch.dtype
-    element: int
+    activations: torch.dtype
 
 
 PRECISIONS: dict[str, Precision] = {
-    "32-true": Precision(torch.float32, 4),
-    "bf16-true": Precision(torch.bfloat16, 2),
-    "bf16-mixed": Precision(torch.float32, 2),
-    "16-mixed": Precision(torch.float32, 2),
+    "32-true": Precision(torch.float32, torch.float32),
+    "bf16-true": Precision(torch.bfloat16, torch.bfloat16),
+    "bf16-mixed": Precision(torch.float32, torch.bfloat16),
+    "16-mixed": Precision(torch.float32, torch.float16),
 }
 
 #: Bytes of state for each trained parameter, by name of the torch optimizer.
@@ -49,6 +50,7 @@ NOT_COUNTED = (
     "CUDA's context (about 0.5 GiB), NCCL's and user buffers, memory lost to fragmentation, temporaries inside kernels "
     "and the optimizer, data waiting in loaders"
 )
+_PROMOTED = "the float32 that activations become where biases are added under mixed precision (up to a half more)"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class MemoryEstimate:
         arguments: What was given to :func:`estimate_memory`.
         settings: What was assumed, for the table.
         after_forward: Bytes that forward leaves for backward; weights, gradients and what lives for a while left out.
+        not_counted: What there is beside.
     """
 
     components: dict[str, int]
@@ -68,6 +71,7 @@ class MemoryEstimate:
     arguments: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     after_forward: int = 0
+    not_counted: str = NOT_COUNTED
 
     def again(self, **changes: Any) -> "MemoryEstimate":
         """The estimate with other arguments, the rest as it was."""
@@ -112,7 +116,7 @@ class MemoryEstimate:
             "micro_batch_size": self.micro_batch_size,
             "sequence_length": self.sequence_length,
             "settings": self.settings,
-            "not_counted": NOT_COUNTED,
+            "not_counted": self.not_counted,
         }
 
     def __rich__(self) -> Table:
@@ -126,7 +130,7 @@ class MemoryEstimate:
                     f"ETP={sizes.expert_tensor}, {sizes.world_size} process(es); microbatches of "
                     f"{self.micro_batch_size} x {self.sequence_length:,} tokens",
                     ", ".join(f"{name}={value}" for name, value in self.settings.items()),
-                    f"not counted: {NOT_COUNTED}",
+                    f"not counted: {self.not_counted}",
                 )
             ),
             title_justify="left",
@@ -169,7 +173,8 @@ def estimate_memory(
         sizes: The layout.
         sequence_length: Tokens of a sequence.
         micro_batch_size: Sequences of a microbatch on one data-parallel replica.
-        precision: Lightning's setting. With a mixed one biases make activations float32, which is not counted.
+        precision: Lightning's setting. With a mixed one biases make activations float32, which is not counted, and the
+            estimate says so.
         optimizer: Name of a torch optimizer, one of ``OPTIMIZERS``.
         lora: The adapters; ``None`` is ``LoRAConfig()``.
         accelerator: ``"cuda"`` or ``"cpu"``.
@@ -207,7 +212,7 @@ def estimate_memory(
         raise ValueError(f"expert_imbalance={expert_imbalance!r} must be at least 1, which is no imbalance")
     lora = LoRAConfig() if lora is None else lora
     described = describe(source, vocab_size=vocab_size, max_sequence_length=sequence_length, tied=tied)
-    weights, element = PRECISIONS[precision]
+    weights, activations = PRECISIONS[precision]
     config = transformer_config(described.fields | {"params_dtype": weights} | overrides, sizes, layers == "te")
     sizes.check_sequence(sequence_length)
     work = Work(
@@ -215,7 +220,7 @@ def estimate_memory(
         sizes,
         micro_batch_size,
         sequence_length,
-        element,
+        activations.itemsize,
         flash=attention == "flash" if attention else layers == "te",
         on_cpu=accelerator == "cpu",
         imbalance=expert_imbalance,
@@ -281,7 +286,12 @@ def estimate_memory(
             **_told(overrides),
         },
         after_forward=round(after_forward),
+        not_counted=f"{_PROMOTED}, {NOT_COUNTED}" if weights != activations and _has_biases(config) else NOT_COUNTED,
     )
+
+
+def _has_biases(config: TransformerConfig) -> bool:
+    return config.add_bias_linear or config.add_qkv_bias
 
 
 def _told(overrides: Mapping[str, Any]) -> dict[str, Any]:

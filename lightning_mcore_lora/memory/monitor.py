@@ -79,7 +79,7 @@ class Monitor:
             self._observed = Observed(module, sizes, precision, device.type)
         given = self._given
         tokens = None if given is None else given.micro_batch_size * given.sequence_length
-        found = [(c.row.severity, str(c)) for c in find_conflicts(observe(module, sizes, device, tokens))]
+        found = [(c.row.severity, str(c)) for c in find_conflicts(observe(module, sizes, device, precision, tokens))]
         columns = ("step", *self._window.keys, WORST, *(f"rank{rank}" for rank in range(sizes.world_size)))
         if _rank() == 0 and (problem := self._history.problem(columns)):
             found.append(("error", problem))

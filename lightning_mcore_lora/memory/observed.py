@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_mcore_lora.adapters import adapters
 from lightning_mcore_lora.adapters.cost import predict
 from lightning_mcore_lora.adapters.report import SiteReport
-from lightning_mcore_lora.memory.estimate import OPTIMIZERS, MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.estimate import OPTIMIZERS, PRECISIONS, MemoryEstimate, estimate_memory
 from lightning_mcore_lora.parallel import ParallelSizes
 
 
@@ -18,11 +18,12 @@ def language_model(module: nn.Module) -> Any | None:
     return next((m for m in module.modules() if all(hasattr(m, name) for name in names)), None)
 
 
-def adapted_sites(module: nn.Module, sizes: ParallelSizes) -> Iterator[SiteReport]:
+def adapted_sites(module: nn.Module, sizes: ParallelSizes, precision: str) -> Iterator[SiteReport]:
     """Each adapter with its mode, why it does not run as asked, and its cost."""
+    element = PRECISIONS[precision].activations.itemsize if precision in PRECISIONS else None
     for _, adapter in adapters(module):
         site, plan = adapter.site, adapter.plan
-        cost = predict(site, plan, adapter.config, sizes)
+        cost = predict(site, plan, adapter.config, sizes, element)
         yield SiteReport(site.name, site.kind, mode=plan.placement.mode, reason=plan.fallback, cost=cost)
 
 

@@ -108,6 +108,12 @@ def _flash(e: MemoryEstimate) -> Step | None:
     return Step("Transformer Engine's layers: pip install it", {"layers": "te", "attention": None})
 
 
+def _fused_activation(e: MemoryEstimate) -> Step | None:
+    if e.arguments["layers"] != "te" or _given(e, "bias_activation_fusion"):
+        return None
+    return Step("bias_activation_fusion=True", {"bias_activation_fusion": True})
+
+
 def _local(e: MemoryEstimate) -> Step | None:
     lora = e.arguments["lora"]
     if lora.sequence_mode not in ("gather", "regather"):
@@ -122,16 +128,19 @@ def _inputs(e: MemoryEstimate) -> Step | None:
     return Step("recompute_inputs=True", {"lora": dataclasses.replace(lora, recompute_inputs=True)})
 
 
+def _given(e: MemoryEstimate, name: str) -> Any:
+    """A field of the model's config."""
+    return e.arguments.get(name, getattr(e.arguments["source"], name, None))
+
+
 def _recomputes(e: MemoryEstimate) -> Any:
-    return e.arguments.get("recompute_granularity", getattr(e.arguments["source"], "recompute_granularity", None))
+    return _given(e, "recompute_granularity")
 
 
 def _selective(e: MemoryEstimate, module: str) -> Step | None:
     if _recomputes(e) == "full":
         return None
-    source = e.arguments["source"]
-    given = e.arguments.get("recompute_modules", getattr(source, "recompute_modules", None)) or ()
-    modules = list(given) if _recomputes(e) == "selective" else []
+    modules = list(_given(e, "recompute_modules") or ()) if _recomputes(e) == "selective" else []
     if module in modules:
         return None
     modules.append(module)
@@ -203,12 +212,13 @@ def _pipeline(e: MemoryEstimate) -> Step | None:
 REMEDIES: tuple[Remedy, ...] = (
     Remedy(_half_precision, 0.0, "halves the frozen base"),
     Remedy(_flash, 0.0, "its attention keeps no scores"),
+    Remedy(_fused_activation, 0.0, "Megatron-Core's kernel keeps gate and up only"),
     Remedy(_local, 0.0, "sends less than both other modes"),
     Remedy(_inputs, RECOMPUTED_INPUTS, "assumed: element-wise work only"),
     Remedy(lambda e: _selective(e, "core_attn"), CORE_ATTENTION, "Korthikanti et al. 2022; more at long sequences"),
     Remedy(_micro_batch, MICRO_BATCH, "assumed: smaller products"),
     Remedy(_distributed_optimizer, DISTRIBUTED_OPTIMIZER, _GUIDE),
-    Remedy(_feed_forward, MLP, f"{_GUIDE}, mlp"),
+    Remedy(_feed_forward, MLP, f"{_GUIDE}, mlp; moe taken to be alike"),
     Remedy(_layers, LAYERS, "FLOPs: a forward is half of a frozen layer's work"),
     Remedy(_experts, EXPERT_PARALLEL, "assumed", resizes=True),
     Remedy(_tensor, TENSOR_PARALLEL, f"{_GUIDE}, TP 4 to 8", resizes=True),

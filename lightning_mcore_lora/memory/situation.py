@@ -88,13 +88,16 @@ class Situation:
 _TRUE = ("1", "y", "yes", "t", "true", "on")
 
 
-def observe(module: nn.Module | None, sizes: ParallelSizes, device: torch.device, tokens: int | None) -> Situation:
+def observe(
+    module: nn.Module | None, sizes: ParallelSizes, device: torch.device, precision: str, tokens: int | None
+) -> Situation:
     """The situation of this process.
 
     Args:
         module: Holds the model, with its adapters; ``None`` if there is none.
         sizes: The layout.
         device: Where it runs.
+        precision: Lightning's setting.
         tokens: Tokens of a microbatch, if that is known.
     """
     cuda = device.type == "cuda"
@@ -112,7 +115,7 @@ def observe(module: nn.Module | None, sizes: ParallelSizes, device: torch.device
         ddp,
         any(kind.__name__ in _FSDP for m in modules for kind in type(m).__mro__)
         or bool(getattr(ddp, "use_megatron_fsdp", False)),
-        () if module is None else tuple(adapted_sites(module, sizes)),
+        () if module is None else tuple(adapted_sites(module, sizes, precision)),
         tokens,
     )
 

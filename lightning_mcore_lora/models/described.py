@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -97,8 +97,18 @@ def _config(fields: Mapping[str, Any], sizes: ParallelSizes, use_te: bool) -> Tr
             "moe_grouped_gemm": False,
             "persist_layer_norm": False,
         }
-    known = [f.name for f in dataclasses.fields(TransformerConfig)]
-    for name in fields.keys() - set(known):
-        near = difflib.get_close_matches(name, known)
-        raise ValueError(f"{name!r} is no field of TransformerConfig; near names: {near}")
+    check_fields(fields, TransformerConfig)
     return TransformerConfig(**fields)
+
+
+def check_fields(names: Iterable[str], config: type) -> None:
+    """Check that a config class has fields of these names.
+
+    Raises:
+        ValueError: If not, with names that are near.
+    """
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            raise ValueError(f"{name!r} is no field of {config.__name__}; near names: {near}")

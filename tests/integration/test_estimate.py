@@ -141,8 +141,7 @@ def check(workers: WorkerPool, case: Case, batch: int = 2, sequence: int = 24) -
     for rank in ranks:
         estimated = rank["estimate"].components
         assert rank["held"] == {name: estimated.get(name, 0) for name in rank["held"]}
-        if case.precision != "bf16-mixed":  # the report takes activations in the dtype of the weights
-            assert {site.site: site.cost for site in rank["estimate"].sites} == rank["costs"]
+        assert {site.site: site.cost for site in rank["estimate"].sites} == rank["costs"]
 
     def mean(name: str) -> float:  # experts of one rank get more tokens than those of another
         return sum(rank[name] for rank in ranks) / len(ranks)

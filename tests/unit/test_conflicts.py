@@ -53,6 +53,12 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
         ],
     ),
     (
+        "expandable segments unset",
+        {"environ": HOOK},
+        "no variable sets them",
+        [{"environ": HOOK, "torch_version": (2, 10)}],
+    ),
+    (
         "allocator settings set too late",
         {"environ": ON, "running": Running(False, {})},
         "expandable_segments is False, not True",
@@ -103,9 +109,10 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
     ),
     (
         "nccl_ub refused by name",
-        {"environ": ON, "ddp": of(nccl_ub=True)},
-        "PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True'",
+        {"environ": {CUDA: "max_split_size_mb:64,expandable_segments:True"}, "ddp": of(nccl_ub=True)},
+        "PYTORCH_CUDA_ALLOC_CONF='max_split_size_mb:64,expandable_segments:True'",
         [
+            {"environ": {CUDA: "expandable_segments: True"}, "ddp": of(nccl_ub=True)},  # another word
             {"environ": {BOTH: "expandable_segments:True"}, "ddp": of(nccl_ub=True)},
             {"environ": ON | HOOK},
             {"environ": ON, "ddp": of(nccl_ub=True), "torch_version": (2, 10)},  # the row above
@@ -339,3 +346,18 @@ def test_doctor_fails_where_the_run_would(
     with pytest.raises(SystemExit):
         main(["doctor", "--accelerator", "cuda", "--ddp", '{"nccl_ub": true}'])
     assert "nccl_ub refused by name" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--accelerator", "gpu"), "accelerator='gpu' must be 'cuda' or 'cpu'"),
+        (("--ddp", '{"nccl_bu": true}'), r"'nccl_bu' is no field of DistributedDataParallelConfig; near .*'nccl_ub'"),
+        (("--overrides", '{"cpu_ofloading": true}'), r"'cpu_ofloading' is no field of TransformerConfig; near"),
+        (("--model", "nowhere"), r"nowhere/config.json not found"),
+        (("--tensor_parallel_size", "2", "--devices", "3"), "world_size=3 is not divisible by tensor_parallel_size=2"),
+    ],
+)
+def test_doctor_names_bad_settings(arguments: tuple[str, ...], names: str) -> None:
+    with pytest.raises(SystemExit, match=names):
+        main(["doctor", *arguments])

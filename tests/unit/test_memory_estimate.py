@@ -155,6 +155,29 @@ def test_what_is_kept_is_what_the_settings_say() -> None:
     assert "bf16-true" in str(plain.__rich__().caption)
 
 
+@pytest.mark.parametrize("lora", [{}, {"dropout": 0.1}, {"freeze_a": True}], ids=str)
+@pytest.mark.parametrize("layers", ["te", "local"])
+def test_what_is_gathered_is_what_local_does_not_keep(layers: str, lora: dict[str, Any]) -> None:
+    gather, regather, local = (
+        qwen3(layers=layers, lora=LoRAConfig(sequence_mode=mode, **lora)).sites
+        for mode in ("gather", "regather", "local")
+    )
+    for site, less, least in zip(gather, regather, local, strict=True):
+        assert site.cost.gathered_per_token == site.cost.kept_per_token - least.cost.kept_per_token
+        assert less.cost.gathered_per_token == least.cost.gathered_per_token == 0
+    wide = {"linear_qkv", "linear_fc1"} if "freeze_a" not in lora else set()
+    assert {site.site.rpartition(".")[2] for site in gather if site.cost.gathered_per_token} == wide
+
+
+def test_what_is_not_counted_is_said() -> None:
+    said = "float32 that activations become where biases are added"
+    assert said not in qwen3(precision="bf16-mixed").to_dict()["not_counted"]
+    assert said not in qwen3(add_qkv_bias=True).to_dict()["not_counted"]
+    with_biases = qwen3(precision="bf16-mixed", add_qkv_bias=True)
+    assert said in with_biases.to_dict()["not_counted"]
+    assert said in str(with_biases.__rich__().caption)
+
+
 def test_experts_get_what_their_capacity_lets_them() -> None:
     def experts(**options: Any) -> int:
         sizes = ParallelSizes(4, 4, True, 4, 1)

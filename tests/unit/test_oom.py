@@ -133,6 +133,9 @@ def test_savings_are_differences_of_estimates() -> None:
     # What helps on a model of dense layers alone is not told of experts, and the other way round.
     experts = estimate_memory(PUBLISHED["Qwen3-30B-A3B"], ParallelSizes(4, 2, True, 2, 1), sequence_length=8192)
     texts = " ".join(saving.step.text for saving in savings(experts))
+    split = experts.again(sizes=SIZES)  # ETP follows TP
+    doubled = next(saving for saving in savings(split) if saving.step.text == "tensor_parallel_size=4")
+    assert doubled.saved == split.total - split.again(sizes=ParallelSizes(4, 4, True, 1, 4)).total
     assert "'moe'" in texts
     assert "expert_parallel_size=4" in texts
     assert "'mlp'" not in texts
