@@ -106,7 +106,7 @@ def _callback(directory: str, out: str, link: bool) -> dict[str, Any]:
     return values | {"steps": len(again.losses), "epoch": more.current_epoch}
 
 
-@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("link", [pytest.param(False, marks=pytest.mark.full), True])
 def test_model_checkpoint(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, link: bool) -> None:
     for values in workers(2, _callback, str(tiny_llama), str(tmp_path), link):
         assert Path(values["best"]).name == "epoch=0.ckpt"
@@ -190,7 +190,7 @@ STOPS = {
         10,
     ),
 }
-QUICK = {"an epoch's end", "max_steps at an epoch's end", "max_steps inside an epoch", "inside an optimizer step"}
+QUICK = {"max_steps inside an epoch", "inside an optimizer step"}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def _removes(directory: str, out: str, in_background: bool) -> list[set[str]]:
     return look.found
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.full), True])
 def test_old_checkpoints_go(workers: WorkerPool, tiny_llama: Path, tmp_path: Path, in_background: bool) -> None:
     found, _ = workers(2, _removes, str(tiny_llama), str(tmp_path / "checkpoints"), in_background)
     first = next(i for i, names in enumerate(found) if names)

@@ -26,8 +26,8 @@ from tests.workers import WorkerPool
     [
         ("llama", {"modules_to_save": ("final_layernorm", "word_embeddings", "output_layer")}),
         ("qwen2", {"dora": True, "canonical": True}),
-        ("gpt_oss", {"target_modules": (*DENSE, "router")}),
-        ("llama3 tied", {"dtype": "bfloat16", "layers_to_transform": (0,)}),
+        pytest.param("gpt_oss", {"target_modules": (*DENSE, "router")}, marks=pytest.mark.full),
+        pytest.param("llama3 tied", {"dtype": "bfloat16", "layers_to_transform": (0,)}, marks=pytest.mark.full),
     ],
 )
 def test_export_is_what_the_run_would_save(

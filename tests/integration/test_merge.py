@@ -44,7 +44,9 @@ def by_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize(("name", "dora"), [("llama", False), ("llama", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("name", "dora"), [pytest.param("llama", False, marks=pytest.mark.full), ("llama", True), ("qwen3_moe", False)]
+)
 def test_merged_bytes_are_the_same_at_every_layout(
     workers: WorkerPool, by_three: dict[str, Path], tmp_path: Path, name: str, dora: bool
 ) -> None:
