@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from rich import box
 from rich.table import Table
 
@@ -173,8 +172,8 @@ def estimate_memory(
         sizes: The layout.
         sequence_length: Tokens of a sequence.
         micro_batch_size: Sequences of a microbatch on one data-parallel replica.
-        precision: Lightning's setting. With a mixed one biases make activations float32, which is not counted, and the
-            estimate says so.
+        precision: Lightning's setting. With a mixed one biases of ``local`` layers make activations float32, which is
+            not counted, and the estimate says so.
         optimizer: Name of a torch optimizer, one of ``OPTIMIZERS``.
         lora: The adapters; ``None`` is ``LoRAConfig()``.
         accelerator: ``"cuda"`` or ``"cpu"``.
@@ -239,6 +238,8 @@ def estimate_memory(
     full = _inputs_of_trained(planned, work)
     again += _again(planned, costs, work)
     after_forward = sum(kept.values()) + adapters + full + loss
+    # Transformer Engine casts biases.
+    promotes = layers == "local" and weights != activations and (config.add_bias_linear or config.add_qkv_bias)
     components = {
         "base weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "adapter weights": trained.adapters,
@@ -286,12 +287,8 @@ def estimate_memory(
             **_told(overrides),
         },
         after_forward=round(after_forward),
-        not_counted=f"{_PROMOTED}, {NOT_COUNTED}" if weights != activations and _has_biases(config) else NOT_COUNTED,
+        not_counted=f"{_PROMOTED}, {NOT_COUNTED}" if promotes else NOT_COUNTED,
     )
-
-
-def _has_biases(config: TransformerConfig) -> bool:
-    return config.add_bias_linear or config.add_qkv_bias
 
 
 def _told(overrides: Mapping[str, Any]) -> dict[str, Any]:

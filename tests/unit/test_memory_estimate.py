@@ -173,7 +173,8 @@ def test_what_is_not_counted_is_said() -> None:
     said = "float32 that activations become where biases are added"
     assert said not in qwen3(precision="bf16-mixed").to_dict()["not_counted"]
     assert said not in qwen3(add_qkv_bias=True).to_dict()["not_counted"]
-    with_biases = qwen3(precision="bf16-mixed", add_qkv_bias=True)
+    assert said not in qwen3(precision="bf16-mixed", add_qkv_bias=True).to_dict()["not_counted"]
+    with_biases = qwen3(precision="bf16-mixed", add_qkv_bias=True, layers="local")
     assert said in with_biases.to_dict()["not_counted"]
     assert said in str(with_biases.__rich__().caption)
 
