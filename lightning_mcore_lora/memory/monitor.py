@@ -79,11 +79,11 @@ class Monitor:
             self._observed = Observed(module, sizes, precision, device.type)
         given = self._given
         tokens = None if given is None else given.micro_batch_size * given.sequence_length
-        found = [(c.row.severity, str(c)) for c in find_conflicts(observe(module, sizes, device, precision, tokens))]
-        columns = ("step", *self._window.keys, WORST, *(f"rank{rank}" for rank in range(sizes.world_size)))
-        if _rank() == 0 and (problem := self._history.problem(columns)):
-            found.append(("error", problem))
-        self._tell([(severity, text) for severity, text in found if severity != "advice"])
+        found = find_conflicts(observe(module, sizes, device, precision, tokens))
+        self._tell([(c.row.severity, str(c)) for c in found if c.row.severity != "advice"])
+        if _rank() == 0:
+            ranks = (f"rank{rank}" for rank in range(sizes.world_size))
+            self._history.begin(("step", *self._window.keys, WORST, *ranks))
 
     def _tell(self, found: list[tuple[str, str]]) -> None:
         ranks: list[Any] = [found]

@@ -23,7 +23,7 @@ def test_csv_goes_on_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "runs/memory.csv"
     for steps in ((2, 4), (6,)):
         history = History(path, None)
-        assert history.problem(COLUMNS) is None
+        history.begin(COLUMNS)
         for step in steps:
             history.add(step, VALUES, [2.0, 3.0])
     with path.open() as file:
@@ -31,13 +31,18 @@ def test_csv_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert rows == [COLUMNS, *([str(step), "3.0", "1.0", "2.0", "3.0"] for step in (2, 4, 6))]
 
 
-def test_csv_of_another_layout_is_left_alone(tmp_path: Path) -> None:
+def test_csv_of_another_layout_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "memory.csv"
     path.write_text("loss,epoch\n1,2\n")
-    problem = History(path, None).problem(COLUMNS)
-    assert problem is not None
-    assert "memory.csv" in problem
-    assert "other columns" in problem
+    for step in (2, 4):  # the second goes on in the file of the first
+        history = History(path, None)
+        history.begin(COLUMNS)
+        history.add(step, VALUES, [2.0, 3.0])
+        assert "memory-1.csv is written" in caplog.text
+    assert path.read_text() == "loss,epoch\n1,2\n"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["memory-1.csv", "memory.csv"]
+    with (tmp_path / "memory-1.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["2", "4"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".html"])
