@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 class History:
     """Writes one row of a CSV file at each logged step, and a plot at the end; on rank zero.
 
-    Columns are ``step``, the keys that are logged, and ``rank0`` to the last rank: each one's peak in GiB. The file of an
-    earlier part of the run is continued; after a change of layout in another file, with a number.
+    Columns are ``step``, the keys that are logged, and ``rank0`` to the last rank: each one's peak in GiB. The file of
+    an earlier part of the run is continued; after a change of layout in another file, with a number.
 
     Args:
         csv_path: The CSV file, or ``None``.
