@@ -20,7 +20,7 @@ from smollm2 import smollm2_directory
 from torchmetrics import MeanMetric
 from tqdm import tqdm
 
-from lightning_mcore_lora import LoRAConfig, MCoreTP, apply_lora, build_gpt_model, load_hf_weights
+from lightning_mcore_lora import FabricMemoryMonitor, LoRAConfig, MCoreTP, apply_lora, build_gpt_model, load_hf_weights
 
 
 @torch.no_grad()
@@ -78,26 +78,28 @@ def main() -> None:
         fabric.load(args.resume, state)
 
     bar = tqdm(total=steps, initial=state["step"], disable=not fabric.is_global_zero)
-    while state["step"] < steps:
-        for i, batch in enumerate(loader, start=state["step"] % each * args.accumulate):
-            last = (i + 1) % args.accumulate == 0 or i + 1 == len(loader)
-            with fabric.no_backward_sync(model, enabled=not last):
-                loss = (token_losses(model, batch) * batch["mask"]).sum()
-                tokens = batch["mask"].sum(dtype=torch.float32)
-                fabric.backward(loss, num_tokens=tokens)  # each token of an optimizer step weighs the same
-            if not last:
-                continue
-            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            state["step"] += 1
-            bar.update()
-            bar.set_postfix(train_loss=f"{loss.item() / tokens.item():.3f}")
-            if state["step"] % args.checkpoint_every == 0 or state["step"] == steps:
-                fabric.save(checkpoint, state)
-            if state["step"] == steps:
-                break
+    with FabricMemoryMonitor(fabric, model, every=5, optimizer=optimizer) as memory:  # explains an out-of-memory
+        while state["step"] < steps:
+            for i, batch in enumerate(loader, start=state["step"] % each * args.accumulate):
+                last = (i + 1) % args.accumulate == 0 or i + 1 == len(loader)
+                with fabric.no_backward_sync(model, enabled=not last):
+                    loss = (token_losses(model, batch) * batch["mask"]).sum()
+                    tokens = batch["mask"].sum(dtype=torch.float32)
+                    fabric.backward(loss, num_tokens=tokens)  # each token of an optimizer step weighs the same
+                if not last:
+                    continue
+                fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                state["step"] += 1
+                memory.step(state["step"])
+                bar.update()
+                bar.set_postfix(train_loss=f"{loss.item() / tokens.item():.3f}")
+                if state["step"] % args.checkpoint_every == 0 or state["step"] == steps:
+                    fabric.save(checkpoint, state)
+                if state["step"] == steps:
+                    break
     bar.close()
     after = held_out_loss(fabric, model, held_out)
     if fabric.is_global_zero:
