@@ -66,11 +66,16 @@ class Running:
 
 
 def running() -> Running | None:
-    """The allocator of this process; ``None`` before CUDA has started."""
+    """The allocator of this process; ``None`` before CUDA has started, or if it says nothing of itself."""
     if not torch.cuda.is_initialized():
         return None
-    snapshot = torch.cuda.memory._snapshot()
-    told = snapshot["allocator_settings"]
+    try:
+        snapshot = torch.cuda.memory._snapshot()
+    except RuntimeError:  # another backend, cudaMallocAsync
+        return None
+    told = snapshot.get("allocator_settings", {})
+    if "expandable_segments" not in told:
+        return None
     # A pool's id is (number, 0) if a graph's capture made it, and (0, number) if a user did.
     pools = {tuple(segment.get("segment_pool_id", (0, 0))) for segment in snapshot["segments"]}
     text = told.get("PYTORCH_CUDA_ALLOC_CONF")

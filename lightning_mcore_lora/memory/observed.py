@@ -13,9 +13,11 @@ from lightning_mcore_lora.parallel import ParallelSizes
 
 
 def language_model(module: nn.Module) -> Any | None:
-    """The first of Megatron-Core's models in a module, by what it holds: a config, a decoder and a vocabulary."""
+    """The first of Megatron-Core's transformers in a module, by what it holds: a vocabulary, and layers of attention."""
     names = ("config", "decoder", "vocab_size")
-    return next((m for m in module.modules() if all(hasattr(m, name) for name in names)), None)
+    found: Any = next((m for m in module.modules() if all(hasattr(m, name) for name in names)), None)
+    layers = getattr(getattr(found, "decoder", None), "layers", ())
+    return found if layers and all(hasattr(layer, "self_attention") for layer in layers) else None
 
 
 def adapted_sites(module: nn.Module, sizes: ParallelSizes, precision: str) -> Iterator[SiteReport]:

@@ -277,7 +277,7 @@ def test_the_variable_that_counts() -> None:
 def test_what_the_allocator_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert running() is None
-    snapshot = {
+    snapshot: dict[str, Any] = {
         "allocator_settings": {
             "expandable_segments": True,
             "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True",
@@ -288,6 +288,16 @@ def test_what_the_allocator_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
     assert running() == Running(True, {"max_split_size_mb": "64", "expandable_segments": "True"}, 2)
+    del snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    assert running() == Running(True, None, 2)
+    del snapshot["allocator_settings"]["expandable_segments"]
+    assert running() is None, "this torch does not say"
+
+    def refuse() -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", refuse)
+    assert running() is None
 
 
 @pytest.mark.parametrize("graphs", [False, True])
