@@ -13,7 +13,7 @@ from lightning_mcore_lora.parallel import ParallelSizes
 
 
 def language_model(module: nn.Module) -> Any | None:
-    """The first of Megatron-Core's transformers in a module, by what it holds: a vocabulary, and layers of attention."""
+    """The first of Megatron-Core's transformers in a module, by what it holds: a vocabulary, layers of attention."""
     names = ("config", "decoder", "vocab_size")
     found: Any = next((m for m in module.modules() if all(hasattr(m, name) for name in names)), None)
     layers = getattr(getattr(found, "decoder", None), "layers", ())
