@@ -42,7 +42,7 @@ def plot_peaks(path: Path, steps: Sequence[int], peaks: Sequence[Sequence[float]
     if estimate is not None:
         axes.axhline(estimate.total_gib, color="black", linestyle="--", label="estimate, most loaded rank")
     axes.set(xlabel="optimizer step", ylabel="GiB", title=name)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.legend(fontsize="small")
     _save(figure, path)
 
@@ -53,6 +53,7 @@ def plot_estimate(path: Path, estimate: MemoryEstimate) -> None:
     figure, axes = _axes(8.0, 1.2 + 0.3 * len(names))
     bars = axes.barh(names, [count / GIB for count in estimate.components.values()])
     axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set(xlabel="GiB", title=f"Memory of the most loaded rank: {estimate.total_gib:.2f} GiB")
     _save(figure, path)
