@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_mcore_lora import FabricMemoryMonitor, LoRAConfig, MCoreTP, MemoryMonitor, estimate_memory
 from lightning_mcore_lora.memory import monitor, readings
@@ -39,18 +40,38 @@ def _stand_in(patch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+class Recorder(Logger):
+    """A logger of somebody's own."""
+
+    name = version = "recorder"
+
+    def __init__(self) -> None:
+        self.steps: list[int | None] = []
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if metrics.keys() >= KEYS:
+            self.steps.append(step)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 def _fit(directory: str, out: str | None, every: int) -> tuple[list[int], dict[str, float]]:
+    own = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         sizes = _stand_in(patch)
         trainer = runs.trainer(
             MCoreTP(tensor_parallel_size=2),
             "local",
             callbacks=(MemoryMonitor(prog_bar=True),),
-            logger=CSVLogger(out, name="log", version=0) if out else False,
+            logger=[CSVLogger(out, name="log", version=0), own] if out else False,
             log_every_n_steps=every,
             num_sanity_val_steps=0,
         )
         trainer.fit(TinyModule(directory))
+    logged = tiny.STEPS // every if out and trainer.is_global_zero else 0
+    assert own.steps == [every * (i + 1) - 1 for i in range(logged)], "numbered as Lightning numbers its own"
     return sizes, {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
