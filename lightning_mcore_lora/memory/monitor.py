@@ -161,7 +161,10 @@ class Monitor:
             optimizers: Those that trained.
         """
         if self._window is not None and _rank() == 0:
-            self._history.draw(self._window.peak, self._estimate(optimizers)[0])
+            try:
+                self._history.draw(self._window.peak, self._estimate(optimizers)[0])
+            except Exception as error:  # a run may be ending by another
+                log.warning("The plot was not drawn: %s: %s", type(error).__name__, error)
         self._window = None
         if self._observed is not None:
             self._observed.close()

@@ -214,6 +214,22 @@ def test_out_of_memory_is_explained(workers: WorkerPool, tiny_llama: Path, tmp_p
     assert "estimate, most loaded rank" in (tmp_path / "memory.html").read_text(), "drawn although it failed"
 
 
+def test_a_plot_that_fails_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    watch = monitor.Monitor(plot=tmp_path / "file/memory.png")  # a folder that cannot be made
+    watch.start(None, ParallelSizes(1), torch.device("cpu"), "32-true")
+    assert watch.read(1)["memory/worst_rank"] == 0
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+    watch.explain(error)
+    watch.explain(error)
+    watch.close()
+    assert "The plot was not drawn" in caplog.text
+    assert len(error.__notes__) == 1, "explained once"
+    assert "neither a model nor an estimate" in error.__notes__[0]
+    assert watch.read(2) == {}, "closed"
+
+
 def _fabric_out_of_memory(directory: str) -> list[str]:
     fabric = runs.fabric(MCoreTP(tensor_parallel_size=2))
     model = runs.model_for_fabric(fabric, directory, "local")
