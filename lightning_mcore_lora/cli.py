@@ -36,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With what is wrong, in one line.
     """
-    args = list(sys.argv[1:] if args is None else args)
+    args = _with_values(sys.argv[1:] if args is None else args)
     if torch.cuda.is_available() and args[:1] not in ([name] for name in _LOOK_AT_CUDA):
         command = [sys.executable, "-m", "lightning_mcore_lora.cli", *args]
         os.execve(sys.executable, command, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
@@ -47,6 +47,14 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from error
     if out is not None:
         print(f"Wrote {out}")
+
+
+def _with_values(args: Sequence[str]) -> list[str]:
+    """Arguments in which ``--json`` alone is ``--json true``, as jsonargparse wants it."""
+    given = list(args)
+    if "--json" in given and given[given.index("--json") + 1 :][:1] not in (["true"], ["false"]):
+        given.insert(given.index("--json") + 1, "true")
+    return given
 
 
 if __name__ == "__main__":

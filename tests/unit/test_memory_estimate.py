@@ -101,6 +101,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     table = capsys.readouterr().out
     main([*arguments, "--json", "true"])
     found = json.loads(capsys.readouterr().out)
+    for bare in ([*arguments, "--json"], [arguments[0], "--json", *arguments[1:]]):
+        main(bare)
+        assert json.loads(capsys.readouterr().out) == found
     assert f"{found['total'] / 2**30:.2f} GiB" in table
     for name, count in found["components"].items():
         assert re.search(rf"{name} +{count / 2**30:.3f}", table), name
