@@ -61,10 +61,10 @@ class Recommendation:
         """The reason, in a sentence."""
         said = ", ".join(self.chosen.settings) or "as asked"
         if not self.tried:
-            return f"{_layout(self.estimate.sizes)} fits, {said}, and nothing is faster"
+            return f"{_layout(self.estimate)} fits, {said}, and nothing is faster"
         least = min(self.tried, key=lambda candidate: candidate.estimate.total)
         return (
-            f"{_layout(self.estimate.sizes)}, {said}, is the fastest that fits {self.budget_gib:g} GiB; of the "
+            f"{_layout(self.estimate)}, {said}, is the fastest that fits {self.budget_gib:g} GiB; of the "
             f"{len(self.tried)} faster ones the leanest takes {least.estimate.total_gib:.2f} GiB"
         )
 
@@ -93,7 +93,7 @@ class Recommendation:
         for candidate in (*self.tried[-_SHOWN + 1 :], self.chosen):
             estimate = candidate.estimate
             table.add_row(
-                _layout(estimate.sizes),
+                _layout(estimate),
                 ", ".join(candidate.settings) or "as asked",
                 f"{candidate.throughput:.2f}",
                 f"{estimate.total_gib:.2f}",
@@ -165,7 +165,7 @@ def recommend(
         tried.append(candidate)
     raise DoesNotFitError(
         f"nothing fits budget_gib={budget_gib:g} on {devices} device(s): the leanest takes {leanest.total_gib:.2f} "
-        f"GiB, at {_layout(leanest.sizes)} with every remedy. Take more devices, or a shorter sequence"
+        f"GiB, at {_layout(leanest)} with every remedy. Take more devices, or a shorter sequence"
     )
 
 
@@ -176,8 +176,9 @@ def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:
         return None
 
 
-def _layout(sizes: ParallelSizes) -> str:
-    experts = f", EP={sizes.expert}, ETP={sizes.expert_tensor}" if sizes.expert * sizes.expert_tensor > 1 else ""
+def _layout(estimate: MemoryEstimate) -> str:
+    sizes = estimate.sizes
+    experts = f", EP={sizes.expert}, ETP={sizes.expert_tensor}" if "experts" in estimate.components else ""
     return f"TP={sizes.tensor}{', SP' if sizes.sequence_parallel else ''}{experts}, DP={sizes.data}"
 
 
