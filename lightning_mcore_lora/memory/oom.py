@@ -129,8 +129,8 @@ def _gib(count: float) -> str:
 
 
 def _held(f: Failure) -> list[str]:
-    asked = "It" if f.asked is None else f"{_gib(f.asked)} more were asked for. It"
-    lines = [f"{asked} holds {_gib(f.reserved)} of {_gib(f.total)}; {_gib(f.free)} are free"]
+    asked = "" if f.asked is None else f"{_gib(f.asked)} more were asked for. "
+    lines = [f"{asked}This process holds {_gib(f.reserved)} of {_gib(f.total)}; {_gib(f.free)} are free"]
     if f.allocated is not None:
         share = f.idle / f.reserved if f.reserved else 0.0
         lines[0] += f"; others hold {_gib(max(f.total - f.free - f.reserved, 0))}"

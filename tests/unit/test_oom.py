@@ -49,7 +49,10 @@ def test_fragmentation(monkeypatch: pytest.MonkeyPatch) -> None:
     text = explain(failure, qwen3())
     assert "rank 3" in text
     assert "Cause: fragmentation" in text
-    assert "2.50 GiB more were asked for. It holds 77.00 GiB of 79.00 GiB; 1.25 GiB are free; others hold 0.75" in text
+    assert (
+        "2.50 GiB more were asked for. This process holds 77.00 GiB of 79.00 GiB; 1.25 GiB are free; others hold 0.75"
+        in text
+    )
     assert "Tensors take 61.00 GiB; 16.00 GiB no tensor takes (fragmentation 21%)" in text
     assert steps_of(text)[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: up to 16.00 GiB, cost none"
 
