@@ -107,7 +107,7 @@ def explain(failure: Failure, estimate: MemoryEstimate | None, why_none: str = "
         why_none: Why not.
     """
     lines = [f"Out of memory on rank {failure.rank}, explained by MemoryMonitor", *_held(failure), _cause(failure)]
-    if failure.peaks:
+    if len(failure.peaks) > 1:
         lines.append(_ranks(failure))
     if estimate is None:
         lines.append(f"No estimate: {why_none}")

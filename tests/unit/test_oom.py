@@ -82,6 +82,7 @@ def test_imbalance_over_ranks(monkeypatch: pytest.MonkeyPatch, peaks: tuple[floa
     assert f"Ranks at step 120: {min(peaks):.2f} to 76.00 GiB, the largest rank 3's" in text
     assert ("That is uneven" in text) is uneven
     assert "No estimate: the model has not run yet" in text
+    assert "Ranks" not in explain(Failure(0, None, 80 * GIB, 0, 80 * GIB, peaks=(79.0 * GIB,)), None), "there is one"
 
 
 def test_steps_are_in_order_with_gib_and_cost() -> None:
