@@ -249,8 +249,8 @@ CONFLICTS: tuple[Row, ...] = (
     ),
     Row(
         "nccl_ub refused by name",
-        "error",
-        "torch 2.11 and later, CUDA",
+        "advice",
+        "torch 2.11 and later with Megatron-Core that does not ask for torch's version (0.16), CUDA",
         _nccl_buffers_by_name,
         f"Megatron-Core refuses nccl_ub for that very word in {_FIRST}, though this torch can do both",
         "`ValueError` where Megatron-Core's DistributedDataParallelConfig is made",
@@ -349,11 +349,11 @@ CONFLICTS: tuple[Row, ...] = (
     ),
     Row(
         "overlap_param_gather without its conditions",
-        "error",
-        "any Megatron-Core, in a loop of your own",
+        "advice",
+        "Megatron-Core without a layer-wise optimizer (0.16), in a loop of your own",
         _overlaps_gather,
         "Parameters are gathered for the distributed optimizer only, and in the order in which gradients were reduced",
-        "`AssertionError` in Megatron-Core at the first forward",
+        "a profile: no gather runs beside the forward",
         "set both, or overlap_param_gather=False",
     ),
 )

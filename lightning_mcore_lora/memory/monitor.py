@@ -135,12 +135,15 @@ class Monitor:
         if not is_out_of_memory(error) or any("explained by MemoryMonitor" in n for n in _notes(error)):
             return
         try:
-            if self._snapshots is not None:
-                self._snapshots.out_of_memory()
             failure = failure_of(error, self._device, _rank(), [peak * GIB for peak in self._peaks], self._step)
             error.add_note(explain(failure, *self._estimate(optimizers)))
         except Exception as other:  # a device may answer nothing more: the first error is what counts
             error.add_note(f"MemoryMonitor could not explain this: {type(other).__name__}: {other}")
+        try:
+            if self._snapshots is not None:
+                self._snapshots.out_of_memory()
+        except Exception as other:
+            error.add_note(f"MemoryMonitor could not write the snapshot: {type(other).__name__}: {other}")
 
     def _estimate(self, optimizers: Sequence[Any] = ()) -> tuple[MemoryEstimate | None, str]:
         if self._given is not None:

@@ -49,6 +49,8 @@ class Observed:
             self._handle = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not model.training:  # validation keeps nothing
+            return
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.numel() > self._batch[0] * self._batch[1]:
             self._batch = (tokens.shape[0], tokens.shape[1])

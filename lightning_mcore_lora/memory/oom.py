@@ -78,7 +78,7 @@ def failure_of(
 ) -> Failure:
     """Read what is known of a failure on this process."""
     asked = bytes_asked(error)
-    if device.type != "cuda":
+    if device.type != "cuda" or _CPU.search(str(error)):
         host = psutil.virtual_memory()
         held = psutil.Process().memory_info().rss
         return Failure(rank, asked, host.total, host.available, held, peaks=peaks, step=step)

@@ -172,7 +172,7 @@ def recommend(
 def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:
     try:
         return variant.again()
-    except (ValueError, NotImplementedError):  # Megatron-Core takes these settings not together
+    except (AssertionError, ValueError, NotImplementedError):  # Megatron-Core takes these settings not together
         return None
 
 

@@ -80,15 +80,15 @@ def savings(estimate: MemoryEstimate, least: float = 0.002) -> Iterator[Saving]:
         least: Smaller shares of the whole are left out.
     """
     for remedy in REMEDIES:
-        step = remedy.step(estimate)
-        if step is None:
-            continue
-        saved = step.saved
-        if step.changes is not None:
-            try:
-                saved = estimate.total - estimate.again(**step.changes).total
-            except (ValueError, NotImplementedError):  # the model cannot be split so
+        try:
+            step = remedy.step(estimate)
+            if step is None:
                 continue
+            saved = step.saved
+            if step.changes is not None:
+                saved = estimate.total - estimate.again(**step.changes).total
+        except (AssertionError, ValueError, NotImplementedError):  # the model, or the processes, cannot be split so
+            continue
         if saved is None or saved >= least * estimate.total:
             yield Saving(remedy, step, saved)
 

@@ -354,8 +354,7 @@ def test_doctor_fails_where_the_run_would(
     assert stopped.value.code == 1
     assert "CPU offloading with recompute" in re.sub(r"\s+", " ", capsys.readouterr().out)
     clean.setenv(CUDA, "expandable_segments:True")
-    with pytest.raises(SystemExit):
-        main(["doctor", "--accelerator", "cuda", "--ddp", '{"nccl_ub": true}'])
+    main(["doctor", "--accelerator", "cuda", "--ddp", '{"nccl_ub": true}'])  # Megatron-Core may take it
     assert "nccl_ub refused by name" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 

@@ -68,6 +68,11 @@ def test_settings_are_what_is_estimated() -> None:
     assert again.total == found.estimate.total
 
 
+@pytest.mark.parametrize("devices", [1, 3, 6, 12])
+def test_any_number_of_devices(devices: int) -> None:
+    assert find(1000, devices).chosen.settings == ()
+
+
 def test_experts() -> None:
     found = find(4.2, 8, MIXTURE)
     assert found.estimate.sizes.expert > 1
