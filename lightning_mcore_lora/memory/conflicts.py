@@ -67,8 +67,8 @@ def find_conflicts(situation: Situation) -> list[Conflict]:
 
 
 def _expandable_unset(s: Situation) -> str | None:
-    if not s.cuda or s.expandable or s.requested.get("expandable_segments") == "True":
-        return None
+    if not s.cuda or s.expandable or "expandable_segments" in s.requested:
+        return None  # or they are off by choice
     if _conflicts_with_expandable(s):
         return None
     if "backend" in s.requested:

@@ -72,6 +72,7 @@ class Monitor:
             ConflictError: On all ranks, if settings of any do not fit each other.
         """
         self.close()
+        self._peaks, self._step = (), 0
         self._device, self._window = device, MemoryWindow(device)
         if self._folder is not None:
             self._snapshots = Snapshots(self._folder, _rank(), device)

@@ -36,7 +36,10 @@ class MemoryWindow:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._process = psutil.Process()
-        self._counts = self._counters(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
+        self._counts: dict[str, int] = {}
+        if device.type == "cuda":
+            self._counts = self._counters(torch.cuda.memory_stats(device))
+            torch.cuda.reset_peak_memory_stats(device)  # of loading
 
     @property
     def peak(self) -> str:

@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
             {"environ": {CUDA: "garbage_collection_threshold:0.8, expandable_segments:True,max_split_size_mb:512"}},
             {"environ": {BOTH: "expandable_segments:True"}},
             {"cuda": False},
+            {"environ": {CUDA: "expandable_segments:False"}},  # by choice
             {"environ": {CUDA: "backend:cudaMallocAsync"}},
             {"environ": HOOK, "torch_version": (2, 10)},  # they would not fit
             {"config": GRAPHS},

@@ -49,7 +49,7 @@ def test_cuda(recorded: list[str]) -> None:
         "memory/alloc_retries": 3.0,
         "memory/ooms": 1.0,
     }
-    assert recorded == ["read", "read", "reset"], "one reading a window, and peaks begin anew"
+    assert recorded == ["read", "reset", "read", "reset"], "one reading a window, and peaks begin anew"
     again = window.close()
     assert (again["memory/alloc_retries"], again["memory/ooms"]) == (0.0, 0.0), "counted since the last window"
     assert again["memory/fragmentation"] == 0.0, "of nothing"
