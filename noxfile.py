@@ -52,7 +52,7 @@ def tests_312(session: nox.Session) -> None:
 @nox.session(python="3.12")
 def te_contract(session: nox.Session) -> None:
     """Transformer Engine's linears with adapters, on stand-ins for its compiled kernels."""
-    install(session, "hf,plot,dev")
+    install(session, "hf,dev")
     session.install("-c", "constraints.txt", "megatron-core>=0.19,<0.20")
     # The processes of the tests put the stand-in in place first, so nothing may import Megatron-Core before.
     # Without dependencies, and without the extension that would have to be compiled: only Python code of it runs.
@@ -65,7 +65,7 @@ def te_contract(session: nox.Session) -> None:
 @nox.session(python="3.12")
 def bridge_contract(session: nox.Session) -> None:
     """Models of Megatron-Bridge's providers, on the same stand-ins."""
-    install(session, "hf,plot,dev")
+    install(session, "hf,dev")
     session.install("-c", "constraints.txt", "megatron-core>=0.19,<0.20")
     # Without what it asks for beside: most of that is for other models, and much needs CUDA.
     session.install("transformers>=5.8,<=5.12.1", "omegaconf", "hydra-core", "einops", "six")
@@ -85,5 +85,5 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    install(session, "hf,plot,dev")
+    install(session, "hf,dev")
     session.run("mypy")

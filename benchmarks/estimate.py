@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.launch import hand_over, on_processes, save
-from lightning_mcore_lora import LoRAConfig, LoRASPCallback, MCoreTP, build_gpt_model, estimate_memory
-from lightning_mcore_lora.parallel import ParallelSizes
+from lightning_mcore_lora import LoRASPCallback, MCoreTP, build_gpt_model
+from lightning_mcore_lora.memory.observed import Observed
+from lightning_mcore_lora.memory.readings import peak_rss
 
 STEPS = 3  # the second is the first with the optimizer's state
 VOCABULARY = 32000
@@ -41,6 +42,12 @@ class Model(pl.LightningModule):
         super().__init__()
         self.config, self.sequence = config, sequence
         self.model: Any = None
+        self.observed: Observed | None = None
+
+    def on_fit_start(self) -> None:
+        """Begin to take note of what runs."""
+        strategy: Any = self.trainer.strategy
+        self.observed = Observed(self, strategy.parallel.sizes, str(self.trainer.precision), self.device.type)
 
     def configure_model(self) -> None:
         """Build it."""
@@ -99,28 +106,11 @@ def worker(rank: int, folder: str, case: str, layers: int, hidden: int, sequence
     module = Model(config, sequence)
     before = psutil.Process().memory_info().rss
     trainer.fit(module, DataLoader(torch.randint(0, VOCABULARY, (STEPS * batch, sequence + 1)), batch_size=batch))  # type: ignore[arg-type]
-    kinds = {type(m).__name__ for m in module.modules()}
     measured = torch.cuda.max_memory_allocated() if on_cuda else peak_rss() - before
-    estimated = estimate_memory(
-        config,
-        ParallelSizes(1),
-        sequence_length=sequence,
-        micro_batch_size=batch,
-        precision=str(trainer.precision),
-        lora=LoRAConfig(**lora),
-        accelerator="cuda" if on_cuda else "cpu",
-        layers="te" if any(kind.startswith("TE") for kind in kinds) else "local",
-        vocab_size=VOCABULARY,
-    ).total
+    assert module.observed is not None
+    estimated = module.observed.estimate().total
     result = {"case": case, "measured": measured, "estimated": estimated, "ratio": estimated / measured}
     hand_over(rank, folder, result)
-
-
-def peak_rss() -> int:
-    """The largest resident set of this process."""
-    import resource
-
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> None:

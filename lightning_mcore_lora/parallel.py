@@ -73,6 +73,20 @@ class ParallelSizes:
                 "sequence_parallel=None, which follows tensor_parallel_size."
             )
 
+    @classmethod
+    def completed(
+        cls,
+        world_size: int | None,
+        tensor: int,
+        sequence_parallel: bool | None,
+        expert: int,
+        expert_tensor: int | None,
+    ) -> "ParallelSizes":
+        """Sizes with what is left out: as many processes as they need, SP where TP > 1, ETP equal to TP."""
+        etp = tensor if expert_tensor is None else expert_tensor
+        sequence = tensor > 1 if sequence_parallel is None else sequence_parallel
+        return cls(max(tensor, expert * etp) if world_size is None else world_size, tensor, sequence, expert, etp)
+
     @property
     def data(self) -> int:
         """Data-parallel size of dense layers."""

@@ -62,7 +62,7 @@ class MemoryMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        self._monitor.explain(exception, trainer.optimizers)
+        self._monitor.explain(exception, trainer.strategy.root_device, trainer.optimizers)
         self._monitor.close(trainer.optimizers)
 
     @override

@@ -14,20 +14,6 @@ from lightning_mcore_lora.memory.recommend import recommend as find_recommendati
 from lightning_mcore_lora.parallel import ParallelSizes
 
 
-def layout(
-    devices: int | None, tensor: int, sequence_parallel: bool | None, expert: int, expert_tensor: int | None
-) -> ParallelSizes:
-    """Sizes as MCoreTP completes them: as many devices as they need, SP where TP is on, ETP equal to TP."""
-    etp = tensor if expert_tensor is None else expert_tensor
-    return ParallelSizes(
-        max(tensor, expert * etp) if devices is None else devices,
-        tensor,
-        tensor > 1 if sequence_parallel is None else sequence_parallel,
-        expert,
-        etp,
-    )
-
-
 def estimate(
     model: Path,
     sequence_length: int,
@@ -72,7 +58,9 @@ def estimate(
         check_plot(plot)
     found = estimate_memory(
         model,
-        layout(devices, tensor_parallel_size, sequence_parallel, expert_parallel_size, expert_tensor_parallel_size),
+        ParallelSizes.completed(
+            devices, tensor_parallel_size, sequence_parallel, expert_parallel_size, expert_tensor_parallel_size
+        ),
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
         precision=precision,

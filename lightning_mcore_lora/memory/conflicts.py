@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_mcore_lora.memory.allocator import READS_BOTH, VARIABLES, parse_settings, variable_read
-from lightning_mcore_lora.memory.situation import TOKENS, Situation
+from lightning_mcore_lora.memory.readings import GIB
+from lightning_mcore_lora.memory.situation import FITS_NCCL_BUFFERS, TOKENS, Situation
 
-GIB = 2**30
-
-#: The first torch whose expandable segments NCCL can register as users' buffers.
-FITS_NCCL_BUFFERS = (2, 11)
 #: The first compute capability of the Blackwell generation.
 BLACKWELL = (10, 0)
 
 _FIRST, _SECOND = VARIABLES
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_GRAPHS = "NCCL registers the buffers of a captured collective, and does not know of segments that grow"
 
 
 @dataclass(frozen=True)
@@ -69,27 +67,19 @@ def find_conflicts(situation: Situation) -> list[Conflict]:
 def _expandable_unset(s: Situation) -> str | None:
     if not s.cuda or s.expandable or "expandable_segments" in s.requested:
         return None  # or they are off by choice
-    if _conflicts_with_expandable(s):
-        return None
-    if "backend" in s.requested:
-        return None  # another allocator, which has none
+    if s.refuses_expandable or s.requested.get("backend", "native") != "native":
+        return None  # another allocator has none
     name = variable_read(s.environ, s.torch_version)
     return "no variable sets them" if name is None else f"{name}={s.environ[name]!r}"
-
-
-def _conflicts_with_expandable(s: Situation) -> bool:
-    buffers = s.nccl_buffers and s.torch_version < FITS_NCCL_BUFFERS
-    return bool(buffers) or (s.cuda_graphs and _registers_graphs(s))
 
 
 def _too_late(s: Situation) -> str | None:
     if s.running is None:
         return None
     told = s.requested if s.running.settings is None else s.running.settings
-    asked = {"expandable_segments": "False"} | s.requested
     used = told | {"expandable_segments": str(s.running.expandable_segments)}
-    names = sorted(name for name in asked.keys() | used.keys() if asked.get(name) != used.get(name))
-    differ = (f"{name} is {used.get(name, 'unset')}, not {asked.get(name, 'unset')}" for name in names)
+    names = sorted(name for name, value in s.requested.items() if used.get(name) != value)
+    differ = (f"{name} is {used.get(name, 'unset')}, not {s.requested[name]}" for name in names)
     return "; ".join(differ) or None
 
 
@@ -106,9 +96,8 @@ def _second_not_read(s: Situation) -> str | None:
 
 
 def _nccl_buffers(s: Situation) -> str | None:
-    if not s.cuda or not s.expandable or s.torch_version >= FITS_NCCL_BUFFERS:
-        return None
-    return f"{s.nccl_buffers} with expandable_segments:True" if s.nccl_buffers else None
+    is_refused = s.cuda and s.expandable and s.buffers_refuse_expandable
+    return f"{s.nccl_buffers} with expandable_segments:True" if is_refused else None
 
 
 def _nccl_buffers_by_name(s: Situation) -> str | None:
@@ -118,16 +107,19 @@ def _nccl_buffers_by_name(s: Situation) -> str | None:
     return f"{_FIRST}={s.environ[_FIRST]!r}" if s.cuda and is_new and s.of_ddp("nccl_ub") and is_refused else None
 
 
-def _registers_graphs(s: Situation) -> bool:
-    return s.environ.get("NCCL_GRAPH_REGISTER") != "0"
-
-
 def _graphs(s: Situation) -> str | None:
-    # Megatron-Core's own graphs are spared from Blackwell on.
-    is_spared = s.of_config("cuda_graph_impl") == "local" and s.capability is not None and s.capability >= BLACKWELL
-    if not (s.cuda and s.cuda_graphs and s.expandable and _registers_graphs(s)) or is_spared:
+    if not (s.cuda and s.expandable and s.registers_graphs):
         return None
     return f"expandable_segments:True, NCCL_GRAPH_REGISTER={s.environ.get('NCCL_GRAPH_REGISTER', 'unset')}"
+
+
+def _graphs_of_te(s: Situation) -> str | None:
+    return _graphs(s) if s.cuda_graphs == "transformer_engine" else None
+
+
+def _graphs_of_mcore(s: Situation) -> str | None:
+    is_spared = s.capability is not None and s.capability >= BLACKWELL
+    return _graphs(s) if s.cuda_graphs not in ("none", "transformer_engine") and not is_spared else None
 
 
 def _user_pools(s: Situation) -> str | None:
@@ -257,12 +249,21 @@ CONFLICTS: tuple[Row, ...] = (
         f"put the setting into {_SECOND}, which this torch reads too",
     ),
     Row(
-        "CUDA graphs and expandable segments",
+        "Transformer Engine's CUDA graphs and expandable segments",
         "error",
-        "Megatron-Core's own graphs below Blackwell, Transformer Engine's on any device",
-        _graphs,
-        "NCCL registers the buffers of a captured collective, and does not know of segments that grow",
-        "`AssertionError` in Megatron-Core where a graph is made; without it an illegal access",
+        "any Megatron-Core, any device",
+        _graphs_of_te,
+        _GRAPHS,
+        "`AssertionError` in Megatron-Core where a graph is made",
+        "`export NCCL_GRAPH_REGISTER=0` before the start; MCoreTP sets it together with expandable segments",
+    ),
+    Row(
+        "Megatron-Core's CUDA graphs and expandable segments",
+        "warning",
+        "below Blackwell",
+        _graphs_of_mcore,
+        _GRAPHS,
+        "an illegal access in a captured collective; `AssertionError` before in Megatron-Core 0.16",
         "`export NCCL_GRAPH_REGISTER=0` before the start; MCoreTP sets it together with expandable segments",
     ),
     Row(

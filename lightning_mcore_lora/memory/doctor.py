@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
 from lightning_mcore_lora.memory import allocator
-from lightning_mcore_lora.memory.command import layout, print_table
+from lightning_mcore_lora.memory.command import print_table
 from lightning_mcore_lora.memory.conflicts import Conflict, find_conflicts
 from lightning_mcore_lora.memory.estimate import estimate_memory
 from lightning_mcore_lora.memory.situation import TOKENS, Situation, torch_version
@@ -78,13 +78,17 @@ def doctor(
     """
     if accelerator not in (None, "cuda", "cpu"):
         raise ValueError(f"accelerator={accelerator!r} must be 'cuda' or 'cpu', or be left out")
+    if sequence_length is not None and sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length} must be a positive integer")
     check_fields(overrides or {}, TransformerConfig)
     check_fields(ddp or {}, DistributedDataParallelConfig)
     here = torch.cuda.is_available()
     on_cuda = here if accelerator is None else accelerator == "cuda"
     if on_cuda and here:
         torch.cuda.init()  # so that what the allocator uses can be read
-    sizes = layout(devices, tensor_parallel_size, sequence_parallel, expert_parallel_size, expert_tensor_parallel_size)
+    sizes = ParallelSizes.completed(
+        devices, tensor_parallel_size, sequence_parallel, expert_parallel_size, expert_tensor_parallel_size
+    )
     fields = {**({} if model is None else describe(model).fields), **(overrides or {})}
     situation = Situation(
         on_cuda,
@@ -111,7 +115,7 @@ def doctor(
         tokens = micro_batch_size * sequence_length if sequence_length else None
         found = find_conflicts(dataclasses.replace(situation, sites=estimate.sites, tokens=tokens))
     print_table(_here(situation.capability))
-    print_table(_table(found, sizes))
+    print_table(_table(found, situation))
     if any(conflict.row.severity == "error" for conflict in found):
         raise SystemExit(1)
 
@@ -138,9 +142,11 @@ def _here(capability: tuple[int, int] | None) -> Table:
     return table
 
 
-def _table(found: list[Conflict], sizes: ParallelSizes) -> Table | str:
+def _table(found: list[Conflict], situation: Situation) -> Table | str:
     if not found:
-        return f"\nNothing found that does not fit, for TP={sizes.tensor}, EP={sizes.expert}."
+        where = "CUDA" if situation.cuda else "the CPU (for a CUDA device that is elsewhere: --accelerator cuda)"
+        sizes = situation.sizes
+        return f"\nNothing found that does not fit, for TP={sizes.tensor}, EP={sizes.expert} on {where}."
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("severity", "what", "confirm", "fix"):
         table.add_column(name, overflow="fold")

@@ -15,12 +15,11 @@ from lightning_mcore_lora.adapters.matching import layer_of
 from lightning_mcore_lora.adapters.planning import Planned, plan_lora
 from lightning_mcore_lora.adapters.report import SiteReport
 from lightning_mcore_lora.memory.activations import STAGES, Work, base_bytes, loss_bytes, norm_input
+from lightning_mcore_lora.memory.readings import GIB
 from lightning_mcore_lora.memory.skeleton import LAYERS, build_skeleton, is_mixture
 from lightning_mcore_lora.models.described import Source, describe, transformer_config
 from lightning_mcore_lora.models.vocabulary import padded_size
 from lightning_mcore_lora.parallel import ParallelSizes
-
-GIB = 2**30
 
 
 class Precision(NamedTuple):

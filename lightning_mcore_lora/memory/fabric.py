@@ -56,7 +56,11 @@ class FabricMemoryMonitor:
         strategy: Any = fabric.strategy
         parallel = getattr(strategy, "parallel", None)
         sizes = ParallelSizes(fabric.world_size) if parallel is None else parallel.sizes
-        self._monitor.start(model, sizes, fabric.device, str(strategy.precision.precision))
+        try:
+            self._monitor.start(model, sizes, fabric.device, str(strategy.precision.precision))
+        except BaseException:  # nobody will close it
+            self.close()
+            raise
 
     def __enter__(self) -> "FabricMemoryMonitor":
         return self
@@ -65,7 +69,7 @@ class FabricMemoryMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._monitor.explain(error, self._optimizers)
+            self._monitor.explain(error, self._fabric.device, self._optimizers)
         self.close()
 
     def step(self, step: int) -> dict[str, float]:
@@ -80,7 +84,8 @@ class FabricMemoryMonitor:
         if step % self._every:
             return {}
         values = self._monitor.read(step)
-        self._fabric.log_dict(values, step)
+        if values:  # none after close
+            self._fabric.log_dict(values, step)
         return values
 
     def close(self) -> None:

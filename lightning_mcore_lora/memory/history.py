@@ -3,7 +3,7 @@
 import csv
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class History:
 
     def begin(self, columns: Sequence[str]) -> None:
         """Look for the file to write: one of an earlier run with other columns is left alone, for a numbered one."""
+        self._steps, self._peaks = [], []
         if self._csv is None:
             return
         for number in itertools.count():
@@ -74,7 +75,12 @@ class History:
                 writer.writeheader()
             writer.writerow(row)
 
-    def draw(self, name: str, estimate: Any) -> None:
-        """Draw the plot, if there is anything to draw."""
+    def draw(self, name: str, estimate: Callable[[], Any]) -> None:
+        """Draw the plot, if there is anything to draw.
+
+        Args:
+            name: What was measured.
+            estimate: Gives the estimate.
+        """
         if self._plot is not None and self._steps:
-            plot_peaks(self._plot, self._steps, self._peaks, name, estimate)
+            plot_peaks(self._plot, self._steps, self._peaks, name, estimate())

@@ -1,7 +1,7 @@
 """What the Trainer's and Fabric's memory monitors do, free of either."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Monitor:
         self._snapshots: Snapshots | None = None
         self._window: MemoryWindow | None = None
         self._device = torch.device("cpu")
+        self._writes = True
         self._peaks: Sequence[float] = ()
         self._step = 0
 
@@ -82,9 +83,11 @@ class Monitor:
         tokens = None if given is None else given.micro_batch_size * given.sequence_length
         found = find_conflicts(observe(module, sizes, device, precision, tokens))
         self._tell([(c.row.severity, str(c)) for c in found if c.row.severity != "advice"])
+        ranks = (f"rank{rank}" for rank in range(sizes.world_size))
+        columns = ("step", *self._window.keys, WORST, *ranks)
+        self._writes = True
         if _rank() == 0:
-            ranks = (f"rank{rank}" for rank in range(sizes.world_size))
-            self._history.begin(("step", *self._window.keys, WORST, *ranks))
+            self._write(lambda: self._history.begin(columns))
 
     def _tell(self, found: list[tuple[str, str]]) -> None:
         ranks: list[Any] = [found]
@@ -121,22 +124,33 @@ class Monitor:
         values, self._peaks = worst_over_ranks(mine, self._window.peak, self._device)
         self._step = step
         if _rank() == 0:
-            self._history.add(step, values, self._peaks)
+            self._write(lambda: self._history.add(step, values, self._peaks))
         if self._snapshots is not None:
-            self._snapshots.at(mine[self._window.peak])
+            snapshots, peak = self._snapshots, mine[self._window.peak]
+            self._write(lambda: snapshots.at(peak))
         return values
 
-    def explain(self, error: BaseException, optimizers: Sequence[Any] = ()) -> None:
+    def _write(self, action: Callable[[], None]) -> None:
+        """Write a file; one that cannot be written ends the writing, not the run: other ranks wait for this one."""
+        if self._writes:
+            try:
+                action()
+            except OSError as error:
+                self._writes = False
+                log.warning("MemoryMonitor writes no more files on rank %d: %s", _rank(), error)
+
+    def explain(self, error: BaseException, device: torch.device, optimizers: Sequence[Any] = ()) -> None:
         """If an exception says that memory did not suffice, add a note to it that explains it.
 
         Args:
             error: The exception; the note shows below it.
+            device: Of this process, which may have failed before :meth:`start`.
             optimizers: Those that train.
         """
         if not is_out_of_memory(error) or any("explained by MemoryMonitor" in n for n in _notes(error)):
             return
         try:
-            failure = failure_of(error, self._device, _rank(), [peak * GIB for peak in self._peaks], self._step)
+            failure = failure_of(error, device, _rank(), [peak * GIB for peak in self._peaks], self._step)
             error.add_note(explain(failure, *self._estimate(optimizers)))
         except Exception as other:  # a device may answer nothing more: the first error is what counts
             error.add_note(f"MemoryMonitor could not explain this: {type(other).__name__}: {other}")
@@ -166,7 +180,7 @@ class Monitor:
         """
         if self._window is not None and _rank() == 0:
             try:
-                self._history.draw(self._window.peak, self._estimate(optimizers)[0])
+                self._history.draw(self._window.peak, lambda: self._estimate(optimizers)[0])
             except Exception as error:  # a run may be ending by another
                 log.warning("The plot was not drawn: %s: %s", type(error).__name__, error)
         self._window = None

@@ -1,5 +1,6 @@
 """Out of memory, explained: what held the memory, and the cheapest way out."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,17 @@ import torch
 
 from lightning_mcore_lora.memory import allocator
 from lightning_mcore_lora.memory.estimate import MemoryEstimate
+from lightning_mcore_lora.memory.readings import GIB
 from lightning_mcore_lora.memory.remedies import savings
-
-GIB = 2**30
+from lightning_mcore_lora.memory.situation import Situation, torch_version
 
 _CPU = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes")
 _CUDA = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
+#: As torch words what its allocator held when it failed: later some of it is freed.
+_ALLOCATED = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
+_IDLE = re.compile(r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
+#: What others say that found the device full: the driver, NCCL, cuBLAS.
+_OTHERS = re.compile(r"CUDA error: out of memory|Cuda failure \d+ 'out of memory'|CUBLAS_STATUS_ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 #: A larger share of reserved memory that no tensor takes is called fragmentation though it would not have sufficed.
@@ -25,14 +31,19 @@ NOTABLE = 0.1
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory did not suffice, the device's or the host's."""
-    return isinstance(error, torch.OutOfMemoryError) or bool(_CPU.search(str(error)))
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or bool(_CPU.search(said) or _OTHERS.search(said))
 
 
 def bytes_asked(error: BaseException) -> int | None:
     """Bytes of the allocation that failed, as the message has them."""
     if found := _CPU.search(str(error)):
         return int(found[1])
-    found = _CUDA.search(str(error))
+    return _bytes(_CUDA, error)
+
+
+def _bytes(pattern: re.Pattern[str], error: BaseException) -> int | None:
+    found = pattern.search(str(error))
     return round(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else None
 
 
@@ -50,6 +61,7 @@ class Failure:
         expandable_segments: Whether the allocator's segments can grow.
         peaks: Peak bytes of each rank in the last window that was logged; empty if there was none.
         step: Optimizer steps when it was logged.
+        can_expand: Whether expandable segments would fit what else is set.
     """
 
     rank: int
@@ -61,6 +73,7 @@ class Failure:
     expandable_segments: bool = False
     peaks: Sequence[float] = ()
     step: int = 0
+    can_expand: bool = True
 
     @property
     def idle(self) -> int:
@@ -85,16 +98,22 @@ def failure_of(
     free, total = torch.cuda.mem_get_info(device)
     stats: Mapping[str, Any] = torch.cuda.memory_stats(device)
     running = allocator.running()
+    allocated, idle = _bytes(_ALLOCATED, error), _bytes(_IDLE, error)
+    if allocated is None or idle is None:
+        allocated = stats.get("allocated_bytes.all.current", 0)
+        idle = stats.get("reserved_bytes.all.current", 0) - allocated
+    situation = Situation(environ=os.environ, torch_version=torch_version(), running=running)
     return Failure(
         rank,
         asked,
         total,
         free,
-        stats.get("reserved_bytes.all.current", 0),
-        stats.get("allocated_bytes.all.current", 0),
-        running is not None and running.expandable_segments,
+        allocated + idle,
+        allocated,
+        situation.expandable,
         peaks,
         step,
+        can_expand=not situation.refuses_expandable,
     )
 
 
@@ -133,7 +152,7 @@ def _held(f: Failure) -> list[str]:
     lines = [f"{asked}This process holds {_gib(f.reserved)} of {_gib(f.total)}; {_gib(f.free)} are free"]
     if f.allocated is not None:
         share = f.idle / f.reserved if f.reserved else 0.0
-        lines[0] += f"; others hold {_gib(max(f.total - f.free - f.reserved, 0))}"
+        lines[0] += f"; others, and this one outside torch, hold {_gib(max(f.total - f.free - f.reserved, 0))}"
         lines.append(f"Tensors take {_gib(f.allocated)}; {_gib(f.idle)} no tensor takes (fragmentation {share:.0%})")
     return lines
 
@@ -159,8 +178,8 @@ def _ranks(f: Failure) -> str:
 
 def _steps(f: Failure, estimate: MemoryEstimate | None) -> list[str]:
     steps = []
-    if f.idle and not f.expandable_segments:
-        steps.append(f"{allocator.VARIABLES[0]}=expandable_segments:True: up to {_gib(f.idle)}, cost none")
+    if f.is_fragmented and not f.expandable_segments and f.can_expand:
+        steps.append(f"add expandable_segments:True to {allocator.VARIABLES[0]}: up to {_gib(f.idle)}, cost none")
     for remedy, step, saved in () if estimate is None else savings(estimate):
         size = "not estimated" if saved is None else _gib(saved)
         steps.append(f"{step.text}: {size}, cost {remedy.cost}")

@@ -24,9 +24,9 @@ class MemoryWindow:
     - ``memory/fragmentation``: the share of what the allocator holds now that no tensor takes
     - ``memory/alloc_retries``, ``memory/ooms``: allocations that freed cached memory first, and those that failed
 
-    On the CPU the process's resident set, whose peak cannot begin anew:
+    On the CPU the process's resident set, whose peak does not begin anew:
 
-    - ``memory/peak_rss_gib``: the most since the process began
+    - ``memory/peak_rss_gib``: the most since the program began
     - ``memory/rss_gib``: what it takes now
 
     Args:
@@ -55,10 +55,8 @@ class MemoryWindow:
     def close(self) -> dict[str, float]:
         """Read the window, and begin the next."""
         if self._device.type != "cuda":
-            unit = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             now = self._process.memory_info().rss
-            return {"memory/peak_rss_gib": max(peak, now) / GIB, "memory/rss_gib": now / GIB}
+            return {"memory/peak_rss_gib": max(peak_rss(), now) / GIB, "memory/rss_gib": now / GIB}
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before, self._counts = self._counts, self._counters(stats)
@@ -76,6 +74,15 @@ class MemoryWindow:
     def _counters(stats: Mapping[str, Any]) -> dict[str, int]:
         """Counts since the process began, which no reset touches."""
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
+
+
+def peak_rss() -> int:
+    """Bytes of the largest resident set of this program."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    # Not getrusage: a program that another process started has that process's peak there.
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
 def worst_over_ranks(values: dict[str, float], peak: str, device: torch.device) -> tuple[dict[str, float], list[float]]:

@@ -14,6 +14,8 @@ from lightning_mcore_lora.memory import allocator
 from lightning_mcore_lora.memory.observed import adapted_sites, language_model
 from lightning_mcore_lora.parallel import ParallelSizes
 
+#: The first torch whose expandable segments NCCL can register as users' buffers.
+FITS_NCCL_BUFFERS = (2, 11)
 #: Tokens for which bytes are told where the batch is not known yet.
 TOKENS = 8192
 
@@ -71,10 +73,26 @@ class Situation:
         return f"{hook}={self.environ[hook]}" if self.environ.get(hook, "").lower() in _TRUE else None
 
     @property
-    def cuda_graphs(self) -> bool:
-        """Whether the model runs as CUDA graphs."""
-        named = any(self.of_config(name) for name in ("enable_cuda_graph", "external_cuda_graph"))
-        return named or (self.of_config("cuda_graph_impl") or "none") != "none"
+    def buffers_refuse_expandable(self) -> bool:
+        """Whether NCCL registers users' buffers, with a torch whose expandable segments it cannot register."""
+        return self.nccl_buffers is not None and self.torch_version < FITS_NCCL_BUFFERS
+
+    @property
+    def refuses_expandable(self) -> bool:
+        """Whether something that is asked for does not fit expandable segments."""
+        return self.buffers_refuse_expandable or (self.cuda_graphs != "none" and self.registers_graphs)
+
+    @property
+    def registers_graphs(self) -> bool:
+        """Whether NCCL registers what CUDA graphs capture."""
+        return self.environ.get("NCCL_GRAPH_REGISTER") != "0"
+
+    @property
+    def cuda_graphs(self) -> str:
+        """Who makes CUDA graphs of the model: ``"local"``, Megatron-Core's ``cuda_graph_impl``, or ``"none"``."""
+        if self.of_config("external_cuda_graph"):  # the older names of both
+            return "transformer_engine"
+        return "local" if self.of_config("enable_cuda_graph") else self.of_config("cuda_graph_impl") or "none"
 
     def of_config(self, name: str) -> Any:
         """A field of the model's config; ``None`` if it is not there."""

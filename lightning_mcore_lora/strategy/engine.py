@@ -105,9 +105,8 @@ class Engine:
         Raises:
             ParallelSizeError: If they do not fit.
         """
-        sequence = self._tensor > 1 if self._sequence_parallel is None else self._sequence_parallel
-        expert_tensor = self._tensor if self._expert_tensor is None else self._expert_tensor
-        return ParallelSizes(world_size, self._tensor, sequence, self._expert, expert_tensor)
+        given = (self._tensor, self._sequence_parallel, self._expert, self._expert_tensor)
+        return ParallelSizes.completed(world_size, *given)
 
     def set_cuda_defaults(self) -> None:
         """Put environment variables in place, for this process and those it starts, while CUDA has not started."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from lightning_mcore_lora.memory.allocator import VARIABLES
-from lightning_mcore_lora.memory.conflicts import FITS_NCCL_BUFFERS
 from lightning_mcore_lora.memory.situation import Situation, torch_version
 
 
@@ -27,8 +26,7 @@ def cuda_defaults(environ: Mapping[str, str], tensor_parallel_size: int) -> dict
     if tensor_parallel_size > 1 and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     situation = Situation(environ=environ, torch_version=torch_version())
-    buffers = situation.nccl_buffers and situation.torch_version < FITS_NCCL_BUFFERS
-    registers = environ.get("NCCL_GRAPH_REGISTER", "0") != "0"
-    if not buffers and not registers and not any(name in environ for name in VARIABLES):
+    registers = environ.get("NCCL_GRAPH_REGISTER", "0") != "0"  # by the user's own wish
+    if not situation.buffers_refuse_expandable and not registers and not any(name in environ for name in VARIABLES):
         defaults |= {VARIABLES[0]: "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
     return {name: value for name, value in defaults.items() if name not in environ}

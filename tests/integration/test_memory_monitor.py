@@ -214,6 +214,15 @@ def test_out_of_memory_is_explained(workers: WorkerPool, tiny_llama: Path, tmp_p
     assert "estimate, most loaded rank" in (tmp_path / "memory.html").read_text(), "drawn although it failed"
 
 
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    watch = monitor.Monitor(csv=tmp_path / "file/memory.csv")
+    watch.start(None, ParallelSizes(1), torch.device("cpu"), "32-true")
+    for step in (1, 2):
+        assert watch.read(step)["memory/worst_rank"] == 0
+    assert caplog.text.count("writes no more files on rank 0") == 1
+
+
 def test_a_plot_that_fails_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
@@ -221,8 +230,8 @@ def test_a_plot_that_fails_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptu
     watch.start(None, ParallelSizes(1), torch.device("cpu"), "32-true")
     assert watch.read(1)["memory/worst_rank"] == 0
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
-    watch.explain(error)
-    watch.explain(error)
+    watch.explain(error, torch.device("cpu"))
+    watch.explain(error, torch.device("cpu"))
     watch.close()
     assert "The plot was not drawn" in caplog.text
     assert len(error.__notes__) == 1, "explained once"

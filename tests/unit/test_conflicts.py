@@ -56,6 +56,12 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
     ),
     (
         "expandable segments unset",
+        {"environ": {CUDA: "backend:native"}},
+        "backend:native",
+        [],
+    ),
+    (
+        "expandable segments unset",
         {"environ": HOOK},
         "no variable sets them",
         [{"environ": HOOK, "torch_version": (2, 10)}],
@@ -69,6 +75,7 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
             {"environ": ON, "running": Running(True, {"expandable_segments": "True"})},
             {"environ": ON, "running": Running(True, None)},
             {"running": Running(False, {})},
+            {"running": Running(True, {"expandable_segments": "True"})},  # set by a call
         ],
     ),
     (
@@ -121,25 +128,27 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
         ],
     ),
     (
-        "CUDA graphs and expandable segments",
+        "Megatron-Core's CUDA graphs and expandable segments",
         {"environ": ON, "config": GRAPHS, "capability": HOPPER},
         "expandable_segments:True, NCCL_GRAPH_REGISTER=unset",
         [
             {"environ": {**ON, "NCCL_GRAPH_REGISTER": "0"}, "config": GRAPHS, "capability": HOPPER},
             {"config": GRAPHS, "capability": HOPPER},
             {"environ": ON, "config": GRAPHS, "capability": BLACKWELL},
+            {"environ": ON, "config": of(enable_cuda_graph=True), "capability": BLACKWELL},  # its older name
+            {"environ": ON, "config": of(cuda_graph_impl="transformer_engine"), "capability": HOPPER},  # the row above
             {"environ": ON, "config": of(cuda_graph_impl="none"), "capability": HOPPER},
         ],
     ),
     (
-        "CUDA graphs and expandable segments",
+        "Transformer Engine's CUDA graphs and expandable segments",
         {
             "environ": {**ON, "NCCL_GRAPH_REGISTER": "1"},
             "config": of(cuda_graph_impl="transformer_engine"),
             "capability": BLACKWELL,
         },
         "NCCL_GRAPH_REGISTER=1",
-        [{"environ": ON, "config": of(), "capability": BLACKWELL}],
+        [{"environ": ON, "config": config, "capability": BLACKWELL} for config in (of(), GRAPHS)],
     ),
     (
         "memory pools and expandable segments",
@@ -326,6 +335,7 @@ def test_defaults_do_not_conflict(
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in (CUDA, BOTH, "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_GRAPH_REGISTER", *HOOK):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -333,7 +343,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_doctor(clean: pytest.MonkeyPatch, tiny_llama: Path, capsys: pytest.CaptureFixture) -> None:
     main(["doctor"])
-    assert "Nothing found that does not fit" in capsys.readouterr().out, "on the CPU"
+    assert "Nothing found that does not fit, for TP=1, EP=1 on the CPU (" in capsys.readouterr().out
     documented = re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL)[0].replace("model-dir", str(tiny_llama))
     arguments = [*shlex.split(documented)[1:], "--accelerator", "cuda"]
     main([*arguments, "--capability", "9.0", "--lora.sequence_mode", "gather", "--lora.rank", "4"])
@@ -365,6 +375,7 @@ def test_doctor_fails_where_the_run_would(
         (("--accelerator", "gpu"), "accelerator='gpu' must be 'cuda' or 'cpu'"),
         (("--ddp", '{"nccl_bu": true}'), r"'nccl_bu' is no field of DistributedDataParallelConfig; near .*'nccl_ub'"),
         (("--overrides", '{"cpu_ofloading": true}'), r"'cpu_ofloading' is no field of TransformerConfig; near"),
+        (("--sequence_length", "0"), "sequence_length=0 must be a positive integer"),
         (("--model", "nowhere"), r"nowhere/config.json not found"),
         (("--tensor_parallel_size", "2", "--devices", "3"), "world_size=3 is not divisible by tensor_parallel_size=2"),
     ],

@@ -51,11 +51,11 @@ def test_plot(tmp_path: Path, suffix: str) -> None:
     estimate = estimate_memory(PUBLISHED["Qwen3-8B"], ParallelSizes(2, 2, True, 1, 2), sequence_length=4096)
     path = tmp_path / f"runs/memory{suffix}"
     history = History(None, path)
-    history.draw("memory/peak_rss_gib", estimate)
+    history.draw("memory/peak_rss_gib", lambda: estimate)
     assert not path.exists(), "nothing was logged"
     for step in (2, 4):
         history.add(step, VALUES, [2.0, 3.0])
-    history.draw("memory/peak_rss_gib", estimate)
+    history.draw("memory/peak_rss_gib", lambda: estimate)
     content = path.read_bytes()
     if suffix == ".png":
         assert content.startswith(b"\x89PNG")
@@ -103,7 +103,9 @@ def test_snapshots_at_new_peaks_and_out_of_memory(recorded: list[Any], tmp_path:
     snapshots.close()
     snapshots.close()
     assert recorded == ["on", "peak-rank1.pickle", "peak-rank1.pickle", "oom-rank1.pickle", None]
-    assert (tmp_path / "history").is_dir()
+    (tmp_path / "history/peak-rank1.pickle").touch()
+    Snapshots(tmp_path / "history", 1, torch.device("cuda", 0)).out_of_memory()  # of the next run
+    assert recorded[-1] == "oom-rank1-1.pickle"
 
 
 def test_no_snapshots_on_the_cpu(recorded: list[Any], tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """What a window of logging reads, on CUDA from recorded statistics of the allocator."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_mcore_lora.memory import readings
 from lightning_mcore_lora.memory.readings import GIB, MemoryWindow, worst_over_ranks
 
 #: As ``torch.cuda.memory_stats`` gives them, before a window and at its end.
@@ -63,6 +66,19 @@ def test_cpu_has_nothing_of_cuda() -> None:
     held = torch.ones(64 * 2**20, dtype=torch.uint8)
     assert window.close()["memory/rss_gib"] > values["memory/rss_gib"] + 0.05
     assert len(held)
+
+
+def test_the_peak_is_not_the_parents() -> None:
+    """A process that another started has that one's peak in its resource usage."""
+    held = torch.ones(400 * 2**20, dtype=torch.uint8)
+    source = Path(readings.__file__).read_text()
+    code = "import sys; code = compile(sys.argv[1], 'readings', 'exec'); space = {}; exec(code, space); "
+    code += "print(space['peak_rss']())"
+    started = [sys.executable, "-c", code, source[source.index("def peak_rss") : source.index("def worst_over_ranks")]]
+    code_of_imports = "import resource, sys\n"
+    started[3] = code_of_imports + started[3]
+    peak = int(subprocess.run(started, capture_output=True, text=True, check=True).stdout)
+    assert 2**20 < peak < len(held) // 4
 
 
 def test_docs_name_every_key(recorded: list[str]) -> None:

@@ -31,12 +31,16 @@ def qwen3(**options: Any) -> MemoryEstimate:
 
 
 def recorded(
-    monkeypatch: pytest.MonkeyPatch, stats: dict[str, int], expandable: bool, peaks: tuple[float, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    stats: dict[str, int],
+    expandable: bool,
+    peaks: tuple[float, ...] = (),
+    message: str = MESSAGE,
 ) -> Failure:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (round(1.25 * GIB), 79 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(oom.allocator, "running", lambda: Running(expandable, {}))
-    return failure_of(torch.OutOfMemoryError(MESSAGE), torch.device("cuda", 0), 3, peaks, 120)
+    return failure_of(torch.OutOfMemoryError(message), torch.device("cuda", 0), 3, peaks, 120)
 
 
 def steps_of(text: str) -> list[str]:
@@ -49,12 +53,30 @@ def test_fragmentation(monkeypatch: pytest.MonkeyPatch) -> None:
     text = explain(failure, qwen3())
     assert "rank 3" in text
     assert "Cause: fragmentation" in text
-    assert (
-        "2.50 GiB more were asked for. This process holds 77.00 GiB of 79.00 GiB; 1.25 GiB are free; others hold 0.75"
-        in text
-    )
+    assert "2.50 GiB more were asked for. This process holds 77.00 GiB of 79.00 GiB; 1.25 GiB are free; " in text
+    assert "others, and this one outside torch, hold 0.75" in text
     assert "Tensors take 61.00 GiB; 16.00 GiB no tensor takes (fragmentation 21%)" in text
-    assert steps_of(text)[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: up to 16.00 GiB, cost none"
+    assert steps_of(text)[0] == "add expandable_segments:True to PYTORCH_CUDA_ALLOC_CONF: up to 16.00 GiB, cost none"
+
+
+def test_what_the_allocator_said_counts_more_than_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the explanation the failed operation's tensors are freed."""
+    said = (
+        MESSAGE
+        + " Of the allocated memory 74.50 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
+    )
+    failure = recorded(monkeypatch, FRAGMENTED, expandable=False, message=said + "unallocated.")
+    assert (failure.allocated, failure.idle) == (round(74.5 * GIB), GIB // 2)
+    assert not failure.is_fragmented
+    assert "expandable_segments" not in explain(failure, None)
+
+
+def test_segments_that_would_not_fit_are_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
+    text = explain(recorded(monkeypatch, FRAGMENTED, expandable=False), None)
+    assert "Cause: fragmentation" in text
+    assert "expandable_segments" not in text
 
 
 def test_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +138,9 @@ def test_steps_are_in_order_with_gib_and_cost() -> None:
     text = explain(Failure(0, None, 80 * GIB, 0, 80 * GIB, 80 * GIB, True), estimate)
     for saving, step in zip(found, steps_of(text), strict=True):
         assert step.endswith(f"cost {saving.remedy.cost}")
-        size = "not estimated" if saving.saved is None else f"{saving.saved / GIB:.2f} GiB"
-        assert f"{saving.step.text}: {size}" in step or "MiB" in step
+        size = "not estimated" if saving.saved is None else oom._gib(saving.saved)
+        assert f"{saving.step.text}: {size}, cost" in step
+    assert (oom._gib(3 * GIB // 2), oom._gib(3 * 2**20)) == ("1.50 GiB", "3.00 MiB")
 
 
 def test_savings_are_differences_of_estimates() -> None:
@@ -167,11 +190,18 @@ def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError(MESSAGE))
     assert bytes_asked(torch.OutOfMemoryError("Tried to allocate 20.00 MiB. ")) == 20 * 2**20
     assert bytes_asked(torch.OutOfMemoryError("HIP out of memory.")) is None
+    for message in (
+        "CUDA error: out of memory",
+        "NCCL WARN Cuda failure 2 'out of memory'",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ):
+        assert is_out_of_memory(RuntimeError(message))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_on_the_host() -> None:
-    failure = failure_of(RuntimeError("x"), torch.device("cpu"), 0)
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    failure = failure_of(error, torch.device("cuda", 0), 0)  # a loader's, or a checkpoint's
     assert 0 < failure.reserved < failure.total
     text = explain(failure, None, "x")
     assert "Cause: capacity" in text

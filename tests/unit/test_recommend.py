@@ -42,6 +42,8 @@ def test_smaller_budgets_cost_more() -> None:
             leanest = float(re.search(r"the leanest takes ([\d.]+) GiB", str(error))[1])  # type: ignore[index]
             assert leanest == pytest.approx(found[-1].estimate.total_gib, abs=0.006), "it was found before"
             break
+    else:
+        pytest.fail("budgets below the leanest fit")
     assert len(found) > 5
     for before, after in itertools.pairwise(found):
         assert after.estimate.total_gib <= after.budget_gib
