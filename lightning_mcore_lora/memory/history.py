@@ -16,7 +16,7 @@ class History:
     """Writes one row of a CSV file at each logged step, and a plot at the end; on rank zero.
 
     Columns are ``step``, the keys that are logged, and ``rank0`` to the last rank: each one's peak in GiB. The file of
-    an earlier part of the run is continued; after a change of layout in another file, with a number.
+    an earlier part of the run is continued; another run's, or another layout's, is left alone for one with a number.
 
     Args:
         csv_path: The CSV file, or ``None``.
@@ -34,25 +34,9 @@ class History:
         self._steps: list[int] = []
         self._peaks: list[Sequence[float]] = []
 
-    def begin(self, columns: Sequence[str]) -> None:
-        """Look for the file to write: one of an earlier run with other columns is left alone, for a numbered one."""
-        self._steps, self._peaks = [], []
-        if self._csv is None:
-            return
-        for number in itertools.count():
-            path = self._csv.with_stem(f"{self._csv.stem}-{number}") if number else self._csv
-            if self._columns(path) in ([], list(columns)):
-                break
-        if number:
-            log.warning("csv=%r has other columns, of another layout or program: %s is written", str(self._csv), path)
-        self._file = path
-
-    @staticmethod
-    def _columns(path: Path) -> list[str]:
-        if not path.exists():
-            return []
-        with path.open(newline="") as file:
-            return next(csv.reader(file), [])
+    def begin(self) -> None:
+        """Begin a part of a run."""
+        self._file, self._steps, self._peaks = None, [], []
 
     def add(self, step: int, values: Mapping[str, float], peaks: Sequence[float]) -> None:
         """Keep what was logged.
@@ -65,15 +49,32 @@ class History:
         if self._plot is not None:
             self._steps.append(step)
             self._peaks.append(peaks)
-        if self._file is None:
+        if self._csv is None:
             return
         row = {"step": step, **values, **{f"rank{rank}": peak for rank, peak in enumerate(peaks)}}
+        if self._file is None:
+            self._file = self._file_of(row, self._csv)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("a", newline="") as file:  # whole at every step, whatever happens then
             writer = csv.DictWriter(file, list(row))
             if not file.tell():
                 writer.writeheader()
             writer.writerow(row)
+
+    @staticmethod
+    def _file_of(row: Mapping[str, Any], given: Path) -> Path:
+        """The file that a first row goes into: new, or with the same columns and earlier steps."""
+        for number in itertools.count():
+            path = given.with_stem(f"{given.stem}-{number}") if number else given
+            if not path.exists():
+                break
+            with path.open(errors="replace") as file:  # of any content
+                columns, first = (file.readline().rstrip("\n").split(",") for _ in range(2))
+            if columns in ([""], list(row)) and (first == [""] or int(first[0]) < row["step"]):
+                break
+        if number:
+            log.warning("csv=%r is of another run, layout or program: %s is written", str(given), path)
+        return path
 
     def draw(self, name: str, estimate: Callable[[], Any]) -> None:
         """Draw the plot, if there is anything to draw.

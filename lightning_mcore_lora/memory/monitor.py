@@ -13,7 +13,7 @@ from lightning_mcore_lora.memory.estimate import GIB, MemoryEstimate
 from lightning_mcore_lora.memory.history import History
 from lightning_mcore_lora.memory.observed import Observed
 from lightning_mcore_lora.memory.oom import explain, failure_of, is_out_of_memory
-from lightning_mcore_lora.memory.readings import WORST, MemoryWindow, worst_over_ranks
+from lightning_mcore_lora.memory.readings import MemoryWindow, worst_over_ranks
 from lightning_mcore_lora.memory.situation import observe
 from lightning_mcore_lora.memory.snapshots import Snapshots
 from lightning_mcore_lora.parallel import ParallelSizes
@@ -83,11 +83,8 @@ class Monitor:
         tokens = None if given is None else given.micro_batch_size * given.sequence_length
         found = find_conflicts(observe(module, sizes, device, precision, tokens))
         self._tell([(c.row.severity, str(c)) for c in found if c.row.severity != "advice"])
-        ranks = (f"rank{rank}" for rank in range(sizes.world_size))
-        columns = ("step", *self._window.keys, WORST, *ranks)
+        self._history.begin()
         self._writes = True
-        if _rank() == 0:
-            self._write(lambda: self._history.begin(columns))
 
     def _tell(self, found: list[tuple[str, str]]) -> None:
         ranks: list[Any] = [found]
@@ -135,9 +132,10 @@ class Monitor:
         if self._writes:
             try:
                 action()
-            except OSError as error:
+            except Exception as error:
                 self._writes = False
-                log.warning("MemoryMonitor writes no more files on rank %d: %s", _rank(), error)
+                said = type(error).__name__, error
+                log.warning("MemoryMonitor writes no more files on rank %d: %s: %s", _rank(), *said)
 
     def explain(self, error: BaseException, device: torch.device, optimizers: Sequence[Any] = ()) -> None:
         """If an exception says that memory did not suffice, add a note to it that explains it.

@@ -10,7 +10,6 @@ import torch
 
 GIB = 2**30
 WORST = "memory/worst_rank"
-_CUDA = ("peak_allocated_gib", "peak_reserved_gib", "allocated_gib", "fragmentation", "alloc_retries", "ooms")
 
 
 class MemoryWindow:
@@ -45,12 +44,6 @@ class MemoryWindow:
     def peak(self) -> str:
         """The key by which ranks are compared."""
         return "memory/peak_allocated_gib" if self._device.type == "cuda" else "memory/peak_rss_gib"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of a window."""
-        names = _CUDA if self._device.type == "cuda" else ("peak_rss_gib", "rss_gib")
-        return tuple(f"memory/{name}" for name in names)
 
     def close(self) -> dict[str, float]:
         """Read the window, and begin the next."""

@@ -85,6 +85,12 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
         [{"environ": {CUDA: "max_split_size_mb:64"}, "running": Running(False, {"max_split_size_mb": "64"})}],
     ),
     (
+        "allocator settings set too late",
+        {"environ": {CUDA: "max_split_size_mb:64"}, "running": Running(False, {})},
+        "max_split_size_mb is unset, not 64",
+        [],
+    ),
+    (
         "both allocator variables",
         {"environ": {CUDA: "", BOTH: "expandable_segments:True"}},
         "PYTORCH_CUDA_ALLOC_CONF='', PYTORCH_ALLOC_CONF='expandable_segments:True'",
@@ -135,7 +141,6 @@ CASES: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
             {"environ": {**ON, "NCCL_GRAPH_REGISTER": "0"}, "config": GRAPHS, "capability": HOPPER},
             {"config": GRAPHS, "capability": HOPPER},
             {"environ": ON, "config": GRAPHS, "capability": BLACKWELL},
-            {"environ": ON, "config": of(enable_cuda_graph=True), "capability": BLACKWELL},  # its older name
             {"environ": ON, "config": of(cuda_graph_impl="transformer_engine"), "capability": HOPPER},  # the row above
             {"environ": ON, "config": of(cuda_graph_impl="none"), "capability": HOPPER},
         ],
@@ -256,6 +261,21 @@ def test_docs_show_the_table() -> None:
     shown = [tuple(line.split(" | ")) for line in lines if not line.startswith(("---", "what | "))]
     rows = [(r.name, r.severity, r.versions, r.cause, r.confirm, r.fix) for r in CONFLICTS]
     assert shown == rows
+
+
+@pytest.mark.parametrize(
+    ("config", "maker"),
+    [
+        (of(), "none"),
+        (of(cuda_graph_impl="none"), "none"),
+        (of(cuda_graph_impl="local"), "local"),
+        (of(cuda_graph_impl="transformer_engine"), "transformer_engine"),
+        (of(enable_cuda_graph=True, external_cuda_graph=False), "local"),
+        (of(enable_cuda_graph=False, external_cuda_graph=True), "transformer_engine"),
+    ],
+)
+def test_who_makes_graphs(config: SimpleNamespace, maker: str) -> None:
+    assert Situation(config=config).cuda_graphs == maker
 
 
 # -- what the allocator was told -----------------------------------------------------------------------------------

@@ -19,30 +19,48 @@ VALUES = {"memory/peak_rss_gib": 3.0, "memory/worst_rank": 1.0}
 COLUMNS = ["step", "memory/peak_rss_gib", "memory/worst_rank", "rank0", "rank1"]
 
 
+def _log(path: Path, *steps: int) -> None:
+    history = History(path, None)
+    history.begin()
+    for step in steps:
+        history.add(step, VALUES, [2.0, 3.0])
+
+
+def _steps(path: Path) -> list[str]:
+    with path.open() as file:
+        return [row["step"] for row in csv.DictReader(file)]
+
+
 def test_csv_goes_on_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "runs/memory.csv"
     for steps in ((2, 4), (6,)):
-        history = History(path, None)
-        history.begin(COLUMNS)
-        for step in steps:
-            history.add(step, VALUES, [2.0, 3.0])
+        _log(path, *steps)
     with path.open() as file:
         rows = list(csv.reader(file))
     assert rows == [COLUMNS, *([str(step), "3.0", "1.0", "2.0", "3.0"] for step in (2, 4, 6))]
+
+
+def test_csv_of_another_run_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "memory.csv"
+    for _ in range(2):
+        assert not caplog.text
+        _log(path, 2, 4)
+    assert "is of another run, layout or program" in caplog.text
+    assert _steps(path) == _steps(tmp_path / "memory-1.csv") == ["2", "4"]
+    path.write_bytes(b"\xff\x00" * 200_000)
+    _log(path, 6)
+    assert _steps(tmp_path / "memory-1.csv") == ["2", "4", "6"]
 
 
 def test_csv_of_another_layout_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "memory.csv"
     path.write_text("loss,epoch\n1,2\n")
     for step in (2, 4):  # the second goes on in the file of the first
-        history = History(path, None)
-        history.begin(COLUMNS)
-        history.add(step, VALUES, [2.0, 3.0])
+        _log(path, step)
         assert "memory-1.csv is written" in caplog.text
     assert path.read_text() == "loss,epoch\n1,2\n"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["memory-1.csv", "memory.csv"]
-    with (tmp_path / "memory-1.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["2", "4"]
+    assert _steps(tmp_path / "memory-1.csv") == ["2", "4"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".html"])
