@@ -274,10 +274,14 @@ def _observed(directory: str) -> tuple[int, list[str]]:
         refusals.append(str(refused.value))
     for count in (1, 3, 2):
         runs.token_losses(model, tiny.tokens()[:count])
+    runs.token_losses(model.eval(), tiny.tokens()[:4])
+    model.train()
     found = observed.estimate()
     observed.close()
     runs.token_losses(model, tiny.tokens()[:4])
-    assert observed.estimate().micro_batch_size == found.micro_batch_size == 3, "the largest until it was closed"
+    assert observed.estimate().micro_batch_size == found.micro_batch_size == 3, (
+        "the largest that trained, until it was closed"
+    )
     return found.total, refusals
 
 

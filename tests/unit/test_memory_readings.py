@@ -63,11 +63,19 @@ def test_cpu_has_nothing_of_cuda() -> None:
     values = window.close()
     assert set(values) == {"memory/peak_rss_gib", "memory/rss_gib"}
     assert values["memory/peak_rss_gib"] >= values["memory/rss_gib"] > 0.01
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert window.close()["memory/rss_gib"] > values["memory/rss_gib"] + 0.05
+    assert len(held)
+
+
+def test_the_peak_is_not_the_parents() -> None:
+    """A process that another started has that one's peak in its resource usage."""
     held = torch.ones(2**30, dtype=torch.uint8)
-    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['peak_rss']())"
+    code = "import psutil, runpy, sys; peak = runpy.run_path(sys.argv[1])['peak_rss']; own = b'x' * 2**28; "
+    code += "print(peak(), psutil.Process().memory_info().rss)"
     started = [sys.executable, "-c", code, readings.__file__]
-    peak = int(subprocess.run(started, capture_output=True, text=True, check=True).stdout)
-    assert 2**20 < peak < len(held)
+    peak, now = map(int, subprocess.run(started, capture_output=True, text=True, check=True).stdout.split())
+    assert 0.99 * now <= peak < len(held)
 
 
 def test_docs_name_every_key(recorded: list[str]) -> None:

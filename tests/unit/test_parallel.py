@@ -24,6 +24,19 @@ def test_sizes_are_checked(sizes: dict[str, Any], match: str) -> None:
         ParallelSizes(**sizes)
 
 
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((None, 1, None, 1, None), ParallelSizes(1, 1, False, 1, 1)),
+        ((None, 4, None, 2, None), ParallelSizes(8, 4, True, 2, 4)),
+        ((None, 4, None, 2, 1), ParallelSizes(4, 4, True, 2, 1)),
+        ((16, 4, False, 2, 1), ParallelSizes(16, 4, False, 2, 1)),
+    ],
+)
+def test_what_is_left_out_is_completed(given: Any, sizes: ParallelSizes) -> None:
+    assert ParallelSizes.completed(*given) == sizes
+
+
 def config(**changes: Any) -> Any:
     fields = {
         "num_attention_heads": 6,
