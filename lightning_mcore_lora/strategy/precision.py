@@ -1,11 +1,13 @@
 """Precision: what is cast, what is kept in float32, and what all ranks must agree on."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from megatron.core.tensor_parallel import random
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -75,6 +77,28 @@ def agree_on_overflow(plugin: Any) -> None:
         enabled=scaler.is_enabled(),
         process_group=torch.distributed.group.WORLD,
     )
+
+
+def keep_autocast_in_recompute() -> None:
+    """Have Megatron-Core's activation checkpoints compute again under the autocast of their forward.
+
+    Backward runs outside of it: what is computed again would meet float32 weights and half-precision activations, or
+    be done in float32, and gradients would not be those of the forward that ran. Without autocast nothing changes.
+    """
+    for function in (random.CheckpointFunction, random.CheckpointWithoutOutputFunction):
+        if not hasattr(function.forward, "__wrapped__"):
+            function.forward = staticmethod(_under_autocast(function.forward))
+
+
+def _under_autocast(forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def wrapped(ctx: Any, run_function: Callable, *args: Any) -> Any:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                run_function = torch.autocast(device, torch.get_autocast_dtype(device))(run_function)
+        return forward(ctx, run_function, *args)
+
+    return wrapped
 
 
 def check_scalable(plugin: Any, optimizer: Optimizer) -> None:

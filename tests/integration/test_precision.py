@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.amp import GradScaler
 
-from lightning_mcore_lora import MCoreTP
+from lightning_mcore_lora import MCoreTP, build_gpt_model
 from tests import runs, tiny
 from tests.integration.test_parity import whole
 from tests.oracle import Oracle, Run
@@ -78,6 +78,65 @@ def test_errs_no_more_than_one_process(
         found = errors(gradients, weights, oracle_run)
         assert found[0] < 2 * bounds[0], (tp, sp, dp, mode, found, bounds)
         assert found[1] < 2 * bounds[1], (tp, sp, dp, mode, found, bounds)
+
+
+# -- recompute -------------------------------------------------------------------------------------------------
+
+
+class Recomputing(runs.TinyModule):
+    """Trains random adapters on random weights."""
+
+    def __init__(self, directory: str, overrides: dict[str, Any]) -> None:
+        super().__init__(directory)
+        self.overrides = overrides
+
+    def configure_model(self) -> None:
+        self.model = build_gpt_model(self.directory, self.trainer.strategy.parallel, **self.overrides)
+
+    def on_fit_start(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for parameter in runs.factors_of(self.model).values():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append({(n, ""): p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+
+
+def _recompute(directory: str, mode: str, cases: list[dict[str, Any]]) -> list[list[dict]]:
+    found = []
+    for overrides in cases:
+        trainer = runs.trainer(MCoreTP(tensor_parallel_size=2), mode, precision="bf16-mixed", max_steps=2)
+        trainer.fit(module := Recomputing(directory, overrides))
+        found.append(module.gradients)
+    return found
+
+
+SELECTIVE = {"recompute_granularity": "selective"}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    **{name: SELECTIVE | {"recompute_modules": [name]} for name in ("core_attn", "layernorm")},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "mode"),
+    [
+        ("qwen3", ["mlp"], "local"),
+        pytest.param("qwen3", ["mlp"], "gather", marks=pytest.mark.full),
+        pytest.param("qwen3_moe", ["moe"], "local", marks=pytest.mark.full),
+    ],
+)
+def test_recompute_runs_as_its_forward_ran(
+    workers: WorkerPool, models: dict[str, Path], family: str, modules: list[str], mode: str
+) -> None:
+    cases = [*RECOMPUTE.values(), *(SELECTIVE | {"recompute_modules": [name]} for name in modules)]
+    for without, *others in workers(2, _recompute, str(models[family]), mode, cases):
+        for case, gradients in zip(cases[1:], others, strict=True):
+            for step, reference in zip(gradients, without, strict=True):
+                assert step.keys() == reference.keys()
+                for key, value in reference.items():
+                    assert torch.equal(step[key], value), (case, key)
 
 
 # -- masters ---------------------------------------------------------------------------------------------------
