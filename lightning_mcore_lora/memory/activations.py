@@ -5,12 +5,14 @@ Megatron-Core's layers, in ``local`` specs as in Transformer Engine's; the adapt
 :mod:`lightning_mcore_lora.adapters.cost`.
 """
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 
 from lightning_mcore_lora.parallel import ParallelSizes
@@ -26,6 +28,8 @@ class Work:
         batch: Sequences.
         sequence: Tokens of each.
         element: Bytes of an element of activations.
+        weight: Bytes of an element of the base's weights; with mixed precision more than of activations.
+        te: Whether the layers are Transformer Engine's.
         flash: Whether the attention keeps no scores.
         on_cpu: Whether torch's kernels are the CPU's: a half-precision RMSNorm works in float32, and a dropout's mask
             is as wide as its input.
@@ -37,9 +41,27 @@ class Work:
     batch: int
     sequence: int
     element: int
+    weight: int
+    te: bool
     flash: bool
     on_cpu: bool
     imbalance: float = 1.0
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Modules of a layer that are computed again."""
+        is_selective = self.config.recompute_granularity == "selective"
+        return tuple(self.config.recompute_modules or ()) if is_selective else ()
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of hidden states between layers; those of the embedding are as its weight."""
+        return self.weight if _keeps_residuals() else self.element
+
+    @property
+    def normed(self) -> int:
+        """Bytes of an element that a norm gives: Megatron-Core's own norms give what they get."""
+        return self.element if self.te else self.stream
 
     @property
     def tokens(self) -> int:
@@ -76,6 +98,13 @@ class Work:
         return self.tokens * self.config.moe_router_topk * self.load * sizes.expert_tensor / sizes.tensor
 
 
+@functools.cache
+def _keeps_residuals() -> bool:
+    """Whether a residual wider than its branch stays so: in Megatron-Core 0.19 it does, in 0.16 the branch decides."""
+    branch, residual = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+    return get_bias_dropout_add(training=True, fused=False)((branch, None), residual, 0.0).dtype == residual.dtype
+
+
 def _copies(work: Work) -> bool:
     """Whether a norm keeps a float32 copy of its input, and not the input."""
     return work.on_cpu and work.config.normalization == "RMSNorm" and work.element < 4
@@ -83,22 +112,30 @@ def _copies(work: Work) -> bool:
 
 def norm_input(work: Work) -> float:
     """Bytes of a norm's input."""
-    return work.split * work.config.hidden_size * (4 if _copies(work) else work.element)
+    return work.split * work.config.hidden_size * (4 if _copies(work) else work.stream)
+
+
+def _statistics(work: Work) -> int:
+    return 8 if work.config.normalization == "LayerNorm" else 4
 
 
 def _norm(work: Work) -> float:
-    statistics = 8 if work.config.normalization == "LayerNorm" else 4
-    return norm_input(work) + work.split * statistics
+    return norm_input(work) + work.split * _statistics(work)
 
 
 def _head_norms(work: Work) -> float:
-    if not work.config.qk_layernorm:
+    config = work.config
+    if not config.qk_layernorm:
         return 0.0
-    heads = (work.heads + work.keys) / work.config.kv_channels
-    # Queries and keys are views of one product with the values, which is kept as a whole.
-    copies = _copies(work)
-    kept = (work.heads + work.keys) * 4 if copies else (work.heads + 2 * work.keys) * work.element
-    return work.tokens * (kept + 4 * heads)
+    heads = (work.heads + work.keys) / config.kv_channels
+    if _copies(work):
+        kept = (work.heads + work.keys) * 4
+    else:
+        # Queries and keys are views of one product with the values, which is kept as a whole; queries of several
+        # groups are gathered into a copy.
+        is_copied = config.num_query_groups > work.sizes.tensor and config.num_attention_heads > config.num_query_groups
+        kept = ((2 if is_copied else 1) * work.heads + 2 * work.keys) * work.element
+    return work.tokens * (kept + _statistics(work) * heads)
 
 
 def _rotations(work: Work) -> float:
@@ -133,8 +170,9 @@ def _scores(work: Work) -> float:
 
 
 def _checkpointed_attention(work: Work) -> float:
-    # The values are a view of the product that holds queries and keys too.
-    return work.tokens * (2 * work.heads + 3 * work.keys) * work.element
+    # The values are a view of the product that holds queries and keys too, which norms of heads may keep already.
+    is_kept = work.config.qk_layernorm and not _copies(work)
+    return work.tokens * (work.heads + work.keys + (0 if is_kept else work.heads + 2 * work.keys)) * work.element
 
 
 @dataclass(frozen=True)
@@ -176,7 +214,7 @@ def _experts(work: Work) -> float:
 
 def _router(work: Work) -> float:
     # Its input, whether it trains or not; indices of the tokens to and from the experts, and probabilities.
-    return work.split * (work.config.hidden_size * work.element + work.config.moe_router_topk * 32)
+    return _norm_output(work) + work.split * work.config.moe_router_topk * 32
 
 
 def _shared(work: Work) -> float:
@@ -191,8 +229,62 @@ def _shared(work: Work) -> float:
     return _activation(config, work.tokens, width / work.sizes.tensor, work.element) + gate - less
 
 
-def _residual(work: Work) -> float:
-    return work.split * work.config.hidden_size * work.element
+def _norm_output(work: Work) -> float:
+    """What the router reads, and an activation checkpoint of experts or of an MLP keeps."""
+    return 0.0 if "layernorm" in work.recomputed else work.split * work.config.hidden_size * work.normed
+
+
+def _dense_input(work: Work) -> float:
+    return 0.0 if work.te else _norm_output(work)  # of a fused norm, which keeps it already
+
+
+def _dropout(work: Work) -> float:
+    mask = work.stream if work.on_cpu else 1
+    return work.split * work.config.hidden_size * mask if work.config.hidden_dropout else 0.0
+
+
+def _cast(work: Work, *features: float) -> float:
+    """Transformer Engine keeps what it casts weights to; of a linear each between so many features and the hidden."""
+    casts = work.te and work.weight != work.element
+    return sum(features) * work.config.hidden_size * work.element if casts else 0.0
+
+
+def _cast_attention(work: Work) -> float:
+    return _cast(work, 2 * work.heads, 2 * work.keys)
+
+
+def _products(config: TransformerConfig) -> int:
+    return 3 if config.gated_linear_unit else 2
+
+
+def _cast_dense(work: Work) -> float:
+    return _cast(work, _products(work.config) * work.config.ffn_hidden_size / work.sizes.tensor)
+
+
+def _cast_shared(work: Work) -> float:
+    width = work.config.moe_shared_expert_intermediate_size or 0
+    return _cast(work, _products(work.config) * width / work.sizes.tensor)
+
+
+def _cast_experts(work: Work) -> float:
+    config, sizes = work.config, work.sizes
+    width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.expert_tensor
+    return _cast(work, _products(config) * width * (config.num_moe_experts or 0) / sizes.expert)
+
+
+def layer_input(work: Work, number: int) -> float:
+    """Bytes of the hidden states that a layer gets."""
+    return work.split * work.config.hidden_size * (work.stream if number else work.weight)
+
+
+def activation_input(work: Work, width: int) -> float:
+    """Bytes of what ``linear_fc1`` gives.
+
+    Args:
+        work: The microbatch.
+        width: Features of the activation on this rank.
+    """
+    return work.tokens * width * (2 if work.config.gated_linear_unit else 1) * work.element
 
 
 #: Number of the first thing in a layer that is kept for backward once a linear trains, by the linear's name.
@@ -220,17 +312,25 @@ class Kept:
     instead: Callable[[Work], float] = lambda work: 0.0
 
 
+_CAST = "weights cast to half precision"
+
 KEPT: tuple[Kept, ...] = (
     Kept("norms", "every", 0, _norm),
+    Kept(_CAST, "every", 1, _cast_attention),
     Kept("attention", "every", 1, _head_norms),
     Kept("attention", "every", 1, _rotations),
     Kept("attention", "every", 1, _attention_inputs, ("core_attn",), _checkpointed_attention),
     Kept("attention scores", "every", 1, _scores, ("core_attn",)),
+    Kept("dropout masks", "every", 2, _dropout),
     Kept("norms", "every", 2, _norm),
-    Kept("mlp", "dense", 3, _dense, ("mlp",), _residual),
+    Kept(_CAST, "dense", 3, _cast_dense, ("mlp",)),
+    Kept("mlp", "dense", 3, _dense, ("mlp",), _dense_input),
+    Kept(_CAST, "mixture", 3, _cast_shared, ("moe", "shared_experts")),
     Kept("mlp", "mixture", 3, _shared, ("moe", "shared_experts")),
-    Kept("experts", "mixture", 3, _router, ("moe",), _residual),
+    Kept(_CAST, "mixture", 3, _cast_experts, ("moe",)),
+    Kept("experts", "mixture", 3, _router, ("moe",), _norm_output),
     Kept("experts", "mixture", 3, _experts, ("moe",)),
+    Kept("dropout masks", "every", 4, _dropout),
 )
 
 
@@ -246,20 +346,19 @@ class LayerBytes(NamedTuple):
     again: float
 
 
-def layer_bytes(work: Work, moe: bool, recompute_modules: Collection[str], stage: int = 0) -> LayerBytes:
+def layer_bytes(work: Work, moe: bool, stage: int = 0) -> LayerBytes:
     """What one layer keeps.
 
     Args:
         work: The microbatch.
         moe: Whether the layer holds experts.
-        recompute_modules: What of it is computed again.
         stage: Number of the first thing in it that is kept.
     """
     kept: dict[str, float] = {}
     again: dict[str, float] = {}
     for row in KEPT:
         if row.stage >= stage and row.kind in ("every", "mixture" if moe else "dense"):
-            module = next((name for name in row.freed_by if name in recompute_modules), None)
+            module = next((name for name in row.freed_by if name in work.recomputed), None)
             kept[row.name] = kept.get(row.name, 0.0) + (row.instead if module else row.bytes)(work)
             if module:
                 again[module] = again.get(module, 0.0) + row.bytes(work)
@@ -276,7 +375,6 @@ def base_bytes(work: Work, mixtures: list[bool], first: tuple[int, int]) -> Laye
     """
     config = work.config
     is_whole = config.recompute_granularity == "full"
-    modules = tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
     kept = {"norms": _norm(work)}  # the last one
     again = 0.0
     if config.recompute_granularity:
@@ -288,11 +386,11 @@ def base_bytes(work: Work, mixtures: list[bool], first: tuple[int, int]) -> Laye
     for i, moe in enumerate(mixtures):
         if i < first[0]:
             continue
-        layer = layer_bytes(work, moe, modules, first[1] if i == first[0] else 0)
+        layer = layer_bytes(work, moe, first[1] if i == first[0] else 0)
         again = max(again, layer.again)
         if is_whole and (config.recompute_method == "uniform" or i < number):
             again = max(again, chunk * sum(layer.kept.values()))
-            layer = LayerBytes({"recomputed layers' inputs": _residual(work) if i % chunk == 0 else 0.0}, 0.0)
+            layer = LayerBytes({"recomputed layers' inputs": 0.0 if i % chunk else layer_input(work, i)}, 0.0)
         for name, count in layer.kept.items():
             kept[name] = kept.get(name, 0.0) + count
     return LayerBytes(kept, again)

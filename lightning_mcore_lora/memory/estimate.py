@@ -1,7 +1,7 @@
 """How much memory a run will need, from formulas: before it is launched, without processes or weights."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from lightning_mcore_lora.adapters.cost import Cost, predict, trained_parameters
 from lightning_mcore_lora.adapters.matching import layer_of
 from lightning_mcore_lora.adapters.planning import Planned, plan_lora
 from lightning_mcore_lora.adapters.report import SiteReport
-from lightning_mcore_lora.memory.activations import STAGES, Work, base_bytes, loss_bytes, norm_input
+from lightning_mcore_lora.memory.activations import STAGES, Work, activation_input, base_bytes, loss_bytes, norm_input
 from lightning_mcore_lora.memory.readings import GIB
 from lightning_mcore_lora.memory.skeleton import LAYERS, build_skeleton, is_mixture
 from lightning_mcore_lora.models.described import Source, describe, transformer_config
@@ -48,6 +48,20 @@ NOT_COUNTED = (
     "CUDA's context (about 0.5 GiB), NCCL's and user buffers, memory lost to fragmentation, temporaries inside kernels "
     "and the optimizer, data waiting in loaders"
 )
+#: Fields of the model's config that change what a layer keeps, or is, in ways that are not modelled.
+NOT_MODELLED = (
+    "attention_output_gate",
+    "context_parallel_size",
+    "cpu_offloading",
+    "experimental_attention_variant",
+    "fine_grained_activation_offloading",
+    "fp4",
+    "fp8",
+    "fp32_residual_connection",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "pipeline_model_parallel_size",
+)
 _PROMOTED = "the float32 that activations become where biases are added under mixed precision (up to a half more)"
 
 
@@ -61,6 +75,7 @@ class MemoryEstimate:
         arguments: What was given to :func:`estimate_memory`.
         settings: What was assumed, for the table.
         after_forward: Bytes that forward leaves for backward; weights, gradients and what lives for a while left out.
+        expert_share: Share of what trains that each expert has of its own.
         not_counted: What there is beside.
     """
 
@@ -69,6 +84,7 @@ class MemoryEstimate:
     arguments: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     after_forward: int = 0
+    expert_share: float = 0.0
     not_counted: str = NOT_COUNTED
 
     def again(self, **changes: Any) -> "MemoryEstimate":
@@ -178,7 +194,8 @@ def estimate_memory(
         accelerator: ``"cuda"`` or ``"cpu"``.
         layers: ``"te"`` for Transformer Engine's layers or ``"local"`` for Megatron-Core's own; ``None`` is the former
             on CUDA, the latter on the CPU.
-        attention: ``"flash"`` keeps no scores, ``"unfused"`` does; ``None`` is what the layers use.
+        attention: ``"flash"`` keeps no scores, ``"unfused"`` does; ``None`` is what the layers use: Transformer
+            Engine's flash in half precision, and without in float32, which it has no kernels for.
         expert_imbalance: Tokens that the busiest rank's experts get, over the mean.
         vocab_size: Tokens. Read from the directory; required with a ``TransformerConfig``.
         tied: Whether the output layer is the embedding. Read from the directory.
@@ -206,6 +223,8 @@ def estimate_memory(
     for name, number in (("sequence_length", sequence_length), ("micro_batch_size", micro_batch_size)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name}={number!r} must be a positive integer")
+    if attention == "flash" and PRECISIONS[precision].activations.itemsize == 4:
+        raise ValueError(f"attention='flash' has no float32 kernels: with precision={precision!r} it is 'unfused'")
     if not expert_imbalance >= 1:
         raise ValueError(f"expert_imbalance={expert_imbalance!r} must be at least 1, which is no imbalance")
     lora = LoRAConfig() if lora is None else lora
@@ -219,26 +238,27 @@ def estimate_memory(
         micro_batch_size,
         sequence_length,
         activations.itemsize,
-        flash=attention == "flash" if attention else layers == "te",
+        weights.itemsize,
+        te=layers == "te",
+        flash=attention == "flash" if attention else layers == "te" and activations.itemsize < 4,
         on_cpu=accelerator == "cpu",
         imbalance=expert_imbalance,
     )
     model = build_skeleton(config, sizes, layers, described.vocab_size, described.tied)
     planned = plan_lora(model, lora)
     trained = _trained(planned, lora)
-    first = _first(planned, config.num_layers)
+    first = first_trained(planned, config.num_layers)
     kept, again = base_bytes(work, is_mixture(config), first)
     costs = _costs(planned, lora, work)
     vocabulary = padded_size(described.vocab_size, sizes.tensor) // sizes.tensor
     loss, beside = loss_bytes(work, vocabulary)
     adapters = sum(cost.kept(work.tokens) for cost in costs.values())
-    if config.recompute_granularity is None and _recomputes_first_norm(planned, first):
-        kept["norms"] += norm_input(work)  # which otherwise only layers after it keep
+    if config.recompute_granularity is None:
+        for name, count in _first_source(planned, first, work).items():
+            kept[name] = kept.get(name, 0.0) + count
     full = _inputs_of_trained(planned, work)
     again += _again(planned, costs, work)
     after_forward = sum(kept.values()) + adapters + full + loss
-    # Transformer Engine casts biases.
-    promotes = layers == "local" and weights != activations and (config.add_bias_linear or config.add_qkv_bias)
     components = {
         "base weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "adapter weights": trained.adapters,
@@ -286,16 +306,32 @@ def estimate_memory(
             **_told(overrides),
         },
         after_forward=round(after_forward),
-        not_counted=f"{_PROMOTED}, {NOT_COUNTED}" if promotes else NOT_COUNTED,
+        expert_share=trained.of_experts / trained.parameters if trained.parameters else 0.0,
+        not_counted=", ".join((*_not_modelled(work), NOT_COUNTED)),
     )
+
+
+def _not_modelled(work: Work) -> Iterator[str]:
+    config = work.config
+    fields = {name: getattr(config, name, None) for name in NOT_MODELLED}
+    if unknown := [f"{n}={v}" for n, v in fields.items() if v and not (n.endswith("_size") and v == 1)]:
+        yield f"what {', '.join(unknown)} changes"
+    # Transformer Engine casts biases.
+    if not work.te and work.weight != work.element and (config.add_bias_linear or config.add_qkv_bias):
+        yield _PROMOTED
 
 
 def _told(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, int | float | str) else str(value) for name, value in overrides.items()}
 
 
-def _first(planned: Planned, layers: int) -> tuple[int, int]:
-    """The first layer that anything trains in, and the stage in it."""
+def first_trained(planned: Planned, layers: int) -> tuple[int, int]:
+    """The first layer that anything trains in, and the stage in it; what comes before only runs forward.
+
+    Args:
+        planned: What is to train.
+        layers: The model's.
+    """
     first = (layers, 0)
     names = [site.name for site, plan in planned.sites if not isinstance(plan, str)]
     for name in [*names, *(name for name, _ in planned.saved)]:
@@ -307,35 +343,41 @@ def _first(planned: Planned, layers: int) -> tuple[int, int]:
     return first
 
 
-def _recomputes_first_norm(planned: Planned, first: tuple[int, int]) -> bool:
-    """Whether the first adapter of all keeps the norm's input, to compute its own from."""
-    return first[1] == STAGES["linear_qkv"] and any(
-        layer_of(site.name) == first[0] and site.leaf == "linear_qkv" and plan.known is not None
-        for site, plan in planned.sites
-        if not isinstance(plan, str)
-    )
+def _first_source(planned: Planned, first: tuple[int, int], work: Work) -> dict[str, float]:
+    """What the first adapters compute their inputs from; of others the base keeps it anyway."""
+    kept: dict[str, float] = {}
+    for site, plan in planned.sites:
+        is_first = (layer_of(site.name), STAGES.get(site.leaf)) == first and site.leaf != "router"
+        if is_first and not isinstance(plan, str) and plan.known is not None:
+            if site.leaf == "linear_fc2":
+                kept["mlp"] = activation_input(work, site.d_in // site.group.size())
+            else:
+                kept["norms"] = norm_input(work)
+    return kept
 
 
 class _Trained(NamedTuple):
-    """Bytes of adapters, bytes of float32 masters, and parameters, on one rank."""
+    """Bytes of adapters, bytes of float32 masters, parameters, and those that are each expert's own, on one rank."""
 
     adapters: int
     masters: int
     parameters: int
+    of_experts: int
 
 
 def _trained(planned: Planned, lora: LoRAConfig) -> _Trained:
-    held = trains = 0
+    held = trains = of_experts = 0
     names = trained_parameters(lora)
     for site, plan in planned.sites:
         if not isinstance(plan, str):
             sizes = {name: math.prod(plan.shape(name, site)) for name in {"a", *names}}
             held += sum(sizes.values())
             trains += sum(sizes[name] for name in names)
+            of_experts += sum(sizes[name] for name in names if name in plan.each)
     element = DTYPES[lora.dtype].itemsize
     full = [p for _, module in planned.saved for p in module.parameters()]
     masters = (4 * trains if element < 4 else 0) + sum(4 * p.numel() for p in full if p.element_size() < 4)
-    return _Trained(held * element, masters, trains + sum(p.numel() for p in full))
+    return _Trained(held * element, masters, trains + sum(p.numel() for p in full), of_experts)
 
 
 def _costs(planned: Planned, lora: LoRAConfig, work: Work) -> dict[str, Cost]:

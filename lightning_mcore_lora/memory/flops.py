@@ -7,8 +7,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from lightning_mcore_lora.adapters.config import LoRAConfig
 from lightning_mcore_lora.adapters.cost import trained_parameters
+from lightning_mcore_lora.adapters.matching import layer_of
 from lightning_mcore_lora.adapters.planning import plan_lora
 from lightning_mcore_lora.adapters.sites import Site, find_sites
+from lightning_mcore_lora.memory.estimate import first_trained
 from lightning_mcore_lora.memory.skeleton import build_skeleton
 from lightning_mcore_lora.models.described import Source, describe, transformer_config
 from lightning_mcore_lora.parallel import ParallelSizes
@@ -25,8 +27,9 @@ def flops_per_token(
     """Model FLOPs of one token's forward and backward, over all ranks; what is computed again does not count.
 
     A linear of N parameters takes 2 N in forward and 2 N for its input's gradient; only one that trains takes another
-    2 N for its weight's. So the frozen part counts 4 N, 2/3 of full training's 6 N. An attention takes
-    ``12 * heads * head_dim * length / 2``: a causal token sees half the sequence on average, or its window.
+    2 N for its weight's. So the frozen part counts 4 N, 2/3 of full training's 6 N; in layers before the first that
+    trains, which only run forward, 2 N. An attention takes ``12 * heads * head_dim * length / 2``, a third of it in
+    forward: a causal token sees half the sequence on average, or its window.
 
     Args:
         source: See :func:`~lightning_mcore_lora.estimate_memory`.
@@ -40,12 +43,15 @@ def flops_per_token(
     config = transformer_config(described.fields | overrides, ParallelSizes(1), False)
     model = build_skeleton(config, ParallelSizes(1), "local", described.vocab_size, tied=False)
     planned = plan_lora(model, lora)
+    first, _ = first_trained(planned, config.num_layers)
     in_full = {id(module) for _, saved in planned.saved for module in saved.modules()}
-    frozen = trained = 0.0
+    forward = frozen = trained = 0.0
     for site in find_sites(model):
         count = sum(weight.numel() for weight in site.weights()) * _share(site)
         if any(id(linear) in in_full for linear in site.linears):
             trained += count
+        elif layer_of(site.name) in range(first):
+            forward += count
         else:
             frozen += count
     for site, plan in planned.sites:
@@ -59,7 +65,7 @@ def flops_per_token(
                 trained += count
             else:
                 frozen += count
-    return 4 * frozen + 6 * trained + _attention(config, sequence_length)
+    return 2 * forward + 4 * frozen + 6 * trained + _attention(config, sequence_length, first)
 
 
 def _share(site: Site) -> float:
@@ -67,11 +73,13 @@ def _share(site: Site) -> float:
     return site.config.moe_router_topk / site.experts if site.experts else 1.0
 
 
-def _attention(config: Any, length: int) -> float:
+def _attention(config: Any, length: int, first: int) -> float:
     width = config.num_attention_heads * config.kv_channels
     total = 0.0
-    for layer in range(1, config.num_layers + 1):
-        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer)
+    for layer in range(config.num_layers):
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer + 1)
         seen = min(length, config.window_size[0] + 1) if is_windowed else length
-        total += 12 * width * (seen - seen**2 / (2 * length))  # the first `seen` tokens see half of it on average
+        total += (
+            (12 if layer >= first else 4) * width * (seen - seen**2 / (2 * length))
+        )  # the first `seen` tokens see half of it on average
     return total

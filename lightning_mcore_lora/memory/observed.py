@@ -88,7 +88,6 @@ class Observed:
             lora=adapter.config,
             accelerator=self._accelerator,
             layers="te" if any(kind.startswith("TE") for kind in kinds) else "local",
-            attention="flash" if "TEDotProductAttention" in kinds else "unfused",
             vocab_size=found.vocab_size,
             tied=getattr(found, "share_embeddings_and_output_weights", False),
         )

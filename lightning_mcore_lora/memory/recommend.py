@@ -146,7 +146,7 @@ def recommend(
         if "experts" in asked.components:
             speed *= (1 - EXPERT_PARALLEL) ** math.log2(sizes.expert * sizes.expert_tensor)
         variants = _variants(asked)
-        lean = _estimated(variants[-1].estimate) or asked
+        lean = _leanest(asked, variants[-1].estimate)
         leanest = min((lean, leanest or lean), key=lambda estimate: estimate.total)
         if lean.total_gib <= budget_gib:
             candidates += [(speed * share, e, _settings(asked, e)) for share, e in variants]
@@ -165,8 +165,16 @@ def recommend(
         tried.append(candidate)
     raise DoesNotFitError(
         f"nothing fits budget_gib={budget_gib:g} on {devices} device(s): the leanest takes {leanest.total_gib:.2f} "
-        f"GiB, at {_layout(leanest)} with every remedy. Take more devices, or a shorter sequence"
+        f"GiB, at {_layout(leanest)} in {leanest.arguments['precision']} with every other remedy. Take more devices, "
+        "or a shorter sequence"
     )
+
+
+def _leanest(asked: MemoryEstimate, variant: MemoryEstimate) -> MemoryEstimate:
+    """With every remedy, in the precision that was asked for or the remedy's: with many logits float32 takes less."""
+    as_asked = dataclasses.replace(variant, arguments=variant.arguments | {"precision": asked.arguments["precision"]})
+    found = (asked, _estimated(variant), _estimated(as_asked))
+    return min((estimate for estimate in found if estimate), key=lambda estimate: estimate.total)
 
 
 def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:

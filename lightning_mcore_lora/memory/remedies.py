@@ -140,7 +140,8 @@ def _recomputes(e: MemoryEstimate) -> Any:
 def _selective(e: MemoryEstimate, module: str) -> Step | None:
     if _recomputes(e) == "full":
         return None
-    modules = list(_given(e, "recompute_modules") or ()) if _recomputes(e) == "selective" else []
+    # core_attn is what Megatron-Core takes for none.
+    modules = list(_given(e, "recompute_modules") or ("core_attn",)) if _recomputes(e) == "selective" else []
     if module in modules:
         return None
     modules.append(module)
@@ -163,46 +164,47 @@ def _layers(e: MemoryEstimate) -> Step | None:
 
 
 def _micro_batch(e: MemoryEstimate) -> Step | None:
-    half = e.micro_batch_size // 2
-    return Step(f"micro batch {half}, twice the accumulation", {"micro_batch_size": half}) if half else None
+    batch = e.micro_batch_size
+    if batch == 1:
+        return None
+    times = next(number for number in range(2, batch + 1) if batch % number == 0)
+    more = "twice" if times == 2 else f"{times} times"
+    return Step(f"micro batch {batch // times}, {more} the accumulation", {"micro_batch_size": batch // times})
 
 
 def _distributed_optimizer(e: MemoryEstimate) -> Step | None:
-    replicas = e.sizes.data
-    state = e.components.get("optimizer state", 0) + e.components.get("float32 masters", 0)
+    sizes = e.sizes
+    replicas = sizes.data
     if replicas == 1:
         return None
+    of_experts = sizes.world_size // (sizes.expert * sizes.expert_tensor)
+    share = e.expert_share * (1 - 1 / of_experts) + (1 - e.expert_share) * (1 - 1 / replicas)
+    state = e.components.get("optimizer state", 0) + e.components.get("float32 masters", 0)
     text = (
         f"a distributed optimizer over {replicas} replicas (not with MCoreTP, which takes plain torch optimizers; "
         "optimizer='sgd' has no state)"
     )
-    return Step(text, None, state * (replicas - 1) // replicas)
+    return Step(text, None, round(state * share))
 
 
-def _resized(e: MemoryEstimate, **sizes: int) -> dict[str, Any]:
-    given = {**vars(e.sizes), **sizes}
+def _resized(e: MemoryEstimate, **changes: int) -> Step:
+    given = {**vars(e.sizes), **changes}
     least = max(given["tensor"], given["expert"] * given["expert_tensor"])
     given["world_size"] = max(given["world_size"], least)
     given["sequence_parallel"] = given["sequence_parallel"] or given["tensor"] > 1
-    return {"sizes": ParallelSizes(**given)}
+    name, size = next(iter(changes.items()))
+    more = f" (needs {least} processes)" if least > e.sizes.world_size else ""
+    return Step(f"{name}_parallel_size={size}{more}", {"sizes": ParallelSizes(**given)})
 
 
 def _experts(e: MemoryEstimate) -> Step | None:
-    if "experts" not in e.components:
-        return None
-    size = 2 * e.sizes.expert
-    return Step(f"expert_parallel_size={size}{_devices(e, size * e.sizes.expert_tensor)}", _resized(e, expert=size))
+    return _resized(e, expert=2 * e.sizes.expert) if "experts" in e.components else None
 
 
 def _tensor(e: MemoryEstimate) -> Step | None:
-    size = 2 * e.sizes.tensor
-    experts = 2 * e.sizes.expert_tensor if e.sizes.expert_tensor == e.sizes.tensor else e.sizes.expert_tensor
-    text = f"tensor_parallel_size={size}{_devices(e, size)}"
-    return Step(text, _resized(e, tensor=size, expert_tensor=experts))
-
-
-def _devices(e: MemoryEstimate, needed: int) -> str:
-    return f" (needs {needed} processes)" if needed > e.sizes.world_size else ""
+    sizes = e.sizes
+    is_as_wide = sizes.expert_tensor == sizes.tensor
+    return _resized(e, tensor=2 * sizes.tensor, **({"expert_tensor": 2 * sizes.expert_tensor} if is_as_wide else {}))
 
 
 def _pipeline(e: MemoryEstimate) -> Step | None:

@@ -83,16 +83,26 @@ CASES: dict[str, Case] = {
     "as many keys as queries": Case({"num_query_groups": 4}, layout=ONE),
     "norms of heads": Case({"qk_layernorm": True}),
     "norms of heads, as many keys": Case({"qk_layernorm": True, "num_query_groups": 4}),
+    "norms of heads, copied queries": Case({"qk_layernorm": True}, layout=ONE),
+    "norms of heads, core_attn": Case({"qk_layernorm": True} | selective("core_attn"), layout=ONE),
+    "norms of heads, LayerNorm": Case({"qk_layernorm": True, "normalization": "LayerNorm"}),
+    "all that is selective": Case(selective("core_attn", "mlp", "layernorm")),
     "GPT-2": Case(GPT2),
     "GPT-OSS, dense": Case(GPT_OSS | {"window_size": (8, 0)}),
     "GPT-OSS": Case(GPT_OSS | MIXTURE, layout=(2, 1, 1)),
     "dropout of scores": Case({"attention_dropout": 0.1}, layout=ONE),
+    "dropout of hidden states": Case({"hidden_dropout": 0.1}),
+    "dropout of hidden states, bf16-true": Case({"hidden_dropout": 0.1, "bf16": True}, precision="bf16-true"),
     "dropout, recomputed inputs": Case(lora={"dropout": 0.1, "recompute_inputs": True}),
     "DoRA, canonical": Case(lora={"dora": True, "canonical": True}),
     "A frozen": Case(lora={"freeze_a": True, "recompute_inputs": True}),
     "bfloat16 factors": Case(lora={"dtype": "bfloat16"}),
     "some layers": Case(lora={"layers_to_transform": [1, 2]}),
     "upper linears": Case(lora={"target_modules": ["linear_fc2"], "layers_to_transform": [1, 2]}),
+    **{
+        f"{name}, recomputed inputs": Case(lora={"target_modules": [name], "recompute_inputs": True})
+        for name in ("linear_fc1", "linear_fc2")
+    },
     "output layer": Case(lora={"target_modules": ["linear_qkv", "output_layer"]}),
     "in full": Case(
         lora={
@@ -116,6 +126,12 @@ CASES: dict[str, Case] = {
     "bf16-true, norms of heads": Case({"bf16": True, "qk_layernorm": True}, precision="bf16-true"),
     "bf16-true, shared experts": Case(SHARED | {"bf16": True}, precision="bf16-true"),
     "bf16-mixed": Case(precision="bf16-mixed"),
+    "bf16-mixed, LayerNorm": Case({"normalization": "LayerNorm"}, precision="bf16-mixed"),
+    "bf16-mixed, uniform": Case(UNIFORM, precision="bf16-mixed"),
+    "bf16-mixed, block": Case(BLOCK, precision="bf16-mixed"),
+    "bf16-mixed, mlp": Case(selective("mlp"), precision="bf16-mixed"),
+    "bf16-mixed, mixture": Case(MIXTURE, layout=ONE, precision="bf16-mixed"),
+    "bf16-mixed, moe": Case(SHARED | selective("moe"), precision="bf16-mixed"),
     "bf16-true, GPT-2": Case(GPT2 | {"bf16": True}, precision="bf16-true"),
     "bf16-true, in full": Case(
         {"bf16": True}, {"modules_to_save": ["word_embeddings", "output_layer"]}, precision="bf16-true"
@@ -131,6 +147,7 @@ QUICK = (
     "shared experts",
     "mixture, EP=2",
     "bf16-true",
+    "bf16-mixed, uniform",
 )
 
 

@@ -185,6 +185,32 @@ def kept(parallel: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
+def cast(parallel: Any) -> tuple[int, int]:
+    """Bytes of cast weights that frozen linears keep under autocast, counted and estimated."""
+    from lightning_mcore_lora import LoRAConfig, estimate_memory
+    from lightning_mcore_lora.parallel import ParallelSizes
+
+    model = standin.build().requires_grad_(False)
+    linears = [module for name, module in model.named_modules() if name.endswith(TARGETS)]
+    saved: list[Tensor] = []
+    with standin.cpu_kernels(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        for linear in linears:
+            hidden = torch.randn(8, 1, linear.in_features, requires_grad=True)
+            with torch.autocast("cuda", torch.bfloat16):  # only its flags are read
+                linear(hidden)
+    shapes = {linear.weight.shape for linear in linears}
+    estimate = estimate_memory(
+        model.config,
+        ParallelSizes(1),
+        sequence_length=8,
+        precision="bf16-mixed",
+        lora=LoRAConfig(target_modules=TARGETS),
+        vocab_size=standin.VOCAB,
+    )
+    counted = sum(t.numel() * 2 for t in saved if t.dtype == torch.bfloat16 and t.shape in shapes)
+    return counted, estimate.components["weights cast to half precision"]
+
+
 def mixture(parallel: Any, lora: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """A mixture of grouped experts and shared ones with adapters: what stands in it, and one step."""
     from lightning_mcore_lora import LoRAConfig, apply_lora

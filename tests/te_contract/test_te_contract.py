@@ -139,6 +139,11 @@ def test_predicted_bytes_equal_the_counted(tp: int) -> None:
             assert counted == predicted, name
 
 
+def test_frozen_linears_keep_their_cast_weights() -> None:
+    counted, estimated = contract.on_ranks(1, contract.cast)[0]
+    assert counted == estimated > 0
+
+
 def test_user_buffers_fall_back() -> None:
     found = contract.on_ranks(2, contract.user_buffers)[0]
     assert [mode for mode, _ in found["regather"]] == ["gather", "regather"]

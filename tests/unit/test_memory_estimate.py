@@ -124,6 +124,10 @@ def qwen3(**options: Any) -> MemoryEstimate:
         ({"accelerator": "tpu"}, "accelerator='tpu' must be one of"),
         ({"layers": "nemo"}, "layers='nemo' must be one of"),
         ({"attention": "paged"}, "attention='paged' must be one of"),
+        (
+            {"attention": "flash", "precision": "32-true"},
+            "attention='flash' has no float32 kernels: with precision='32-true' it is 'unfused'",
+        ),
         ({"sequence_length": 0}, "sequence_length=0 must be a positive"),
         ({"micro_batch_size": 1.5}, "micro_batch_size=1.5 must be a positive"),
         ({"sequence_length": 4097}, "sequence length=4097 is not divisible"),
@@ -149,6 +153,8 @@ def test_what_is_kept_is_what_the_settings_say() -> None:
     assert qwen3(optimizer="sgd").total == plain.total - parts["optimizer state"]
     assert qwen3(attention="unfused").components["attention scores"] > 10 * parts["attention scores"]
     assert qwen3(bias_activation_fusion=True).components["mlp"] == parts["mlp"] / 2
+    assert qwen3(precision="32-true").components["attention scores"] > 10 * parts["attention scores"]
+    assert qwen3(hidden_dropout=0.1).total == plain.total + 36 * 2 * 4096 // 2 * 4096, "a byte for each"
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     recomputed = qwen3(**full)
     assert "mlp" not in recomputed.components
@@ -192,6 +198,46 @@ def test_experts_get_what_their_capacity_lets_them() -> None:
     assert routed > 0
     capped = experts(expert_imbalance=2.0, moe_expert_capacity_factor=1.5, moe_router_load_balancing_type="none")
     assert capped - experts() == pytest.approx(routed / 2, abs=2)
+
+
+def test_cast_weights_are_kept() -> None:
+    """Transformer Engine's linears, under mixed precision; of layers that are computed again for one at a time."""
+    name = "weights cast to half precision"
+    linears = 36 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 12288)
+    one = {"sizes": ParallelSizes(1), "precision": "bf16-mixed"}
+    assert qwen3(**one).components[name] == 2 * linears
+    assert qwen3(precision="bf16-mixed").components[name] == linears
+    assert name not in qwen3().components
+    assert name not in qwen3(**one, layers="local").components
+    mlp = qwen3(**one, recompute_granularity="selective", recompute_modules=["mlp"])
+    assert mlp.components[name] == 2 * 36 * (4096 * (4096 + 2048) + 4096 * 4096)
+    experts = estimate_memory(
+        PUBLISHED["Qwen3-30B-A3B"], ParallelSizes(4, 1, False, 4, 1), sequence_length=4096, precision="bf16-mixed"
+    )
+    of_layer = 2048 * (4096 + 1024) + 4096 * 2048 + 128 // 4 * 3 * 2048 * 768
+    assert experts.components[name] == 2 * 48 * of_layer
+
+
+def test_what_is_not_modelled_is_said() -> None:
+    assert qwen3().not_counted.startswith("CUDA's context")
+    found = qwen3(mtp_num_layers=1, cpu_offloading=True, cpu_offloading_num_layers=1)
+    assert found.not_counted.startswith("what cpu_offloading=True, mtp_num_layers=1 changes, CUDA's context")
+    assert "not counted: what cpu_offloading=True" in str(found.__rich__().caption)
+
+
+def test_layers_before_the_first_that_trains_run_forward_only() -> None:
+    """2 N for each parameter there and a third of their attention, and 4 N and all of it after."""
+    model, length = PUBLISHED["Qwen3-8B"], 4096
+    layer = 4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 12288
+    attention = 12 * 4096 * length / 2
+    found, all_layers = (
+        flops_per_token(model, length, LoRAConfig(rank=16, layers_to_transform=layers)) for layers in ((35,), None)
+    )
+    factors = 16 * (4096 + 6144 + 2 * 4096 + 4096 + 2 * 12288 + 12288 + 4096)
+    assert found == pytest.approx(
+        35 * (2 * layer + attention / 3) + 4 * (layer + 4096 * 151936) + attention + 6 * factors, rel=1e-12
+    )
+    assert found < 0.55 * all_layers
 
 
 def test_frozen_linears_count_two_thirds() -> None:

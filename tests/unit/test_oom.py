@@ -169,6 +169,30 @@ def test_savings_are_differences_of_estimates() -> None:
     assert "expert_parallel" not in " ".join(saved)
 
 
+def _texts(estimate: MemoryEstimate) -> str:
+    return "; ".join(saving.step.text for saving in savings(estimate, 0.0))
+
+
+def test_steps_say_what_to_set() -> None:
+    odd = qwen3(micro_batch_size=3)
+    assert "micro batch 1, 3 times the accumulation" in _texts(odd)
+    assert "micro batch 2, twice the accumulation" in _texts(qwen3(micro_batch_size=4))
+    # Without recompute_modules Megatron-Core takes core_attn.
+    assert "recompute_modules=['core_attn', 'mlp']" in _texts(qwen3(recompute_granularity="selective"))
+    mixture = estimate_memory(PUBLISHED["Qwen3-30B-A3B"], ParallelSizes(8, 2, True, 4, 2), sequence_length=4096)
+    assert "tensor_parallel_size=4 (needs 16 processes)" in _texts(mixture)
+    assert "expert_parallel_size=8 (needs 16 processes)" in _texts(mixture)
+    assert "needs" not in _texts(mixture.again(sizes=ParallelSizes(16, 2, True, 4, 2)))
+
+
+def test_a_distributed_optimizer_splits_over_replicas() -> None:
+    """Experts have fewer replicas than what is dense: here none."""
+    estimate = estimate_memory(PUBLISHED["Qwen3-30B-A3B"], ParallelSizes(8, 1, False, 8, 1), sequence_length=4096)
+    saved = next(saving.saved for saving in savings(estimate, 0.0) if "distributed" in saving.step.text)
+    dense = 48 * 16 * (2048 + 4096 + 1024 + 4096 + 2048)
+    assert saved == pytest.approx(8 * dense * 7 / 8, rel=1e-9)
+
+
 def test_what_is_done_already_is_not_proposed() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found = qwen3(micro_batch_size=1, lora=LoRAConfig(sequence_mode="local"), **full)

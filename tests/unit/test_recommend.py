@@ -81,6 +81,19 @@ def test_experts() -> None:
     assert "EP=" in found.why
 
 
+def test_float32_takes_less_where_logits_are_most() -> None:
+    """Half precision casts logits for the loss; it is no remedy then."""
+    small = PUBLISHED["Qwen3-8B"] | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 1}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    on_cpu = {"sequence_length": 4096, "accelerator": "cpu"}
+    single, half = (
+        estimate_memory(small, ParallelSizes(1), precision=name, **on_cpu, **full) for name in ("32-true", "bf16-true")
+    )
+    assert single.total < half.total
+    found = find(single.total_gib + 1e-6, 1, small, precision="32-true", **on_cpu)
+    assert found.estimate.arguments["precision"] == "32-true"
+
+
 def test_nothing_fits() -> None:
     with pytest.raises(DoesNotFitError, match=r"budget_gib=0.01 on 4 device\(s\): the leanest .* Take more devices"):
         find(0.01)
