@@ -196,8 +196,10 @@ def cast(parallel: Any) -> tuple[int, int]:
     with standin.cpu_kernels(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         for linear in linears:
             hidden = torch.randn(8, 1, linear.in_features, requires_grad=True)
-            with torch.autocast("cuda", torch.bfloat16):  # only its flags are read
-                linear(hidden)
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            torch.set_autocast_enabled("cuda", True)  # torch.autocast would not, without CUDA
+            linear(hidden)
+            torch.set_autocast_enabled("cuda", False)
     shapes = {linear.weight.shape for linear in linears}
     estimate = estimate_memory(
         model.config,
