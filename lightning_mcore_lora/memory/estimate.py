@@ -75,6 +75,7 @@ class MemoryEstimate:
         arguments: What was given to :func:`estimate_memory`.
         settings: What was assumed, for the table.
         after_forward: Bytes that forward leaves for backward; weights, gradients and what lives for a while left out.
+        is_mixture: Whether any layer holds experts.
         expert_share: Share of what trains that each expert has of its own.
         not_counted: What there is beside.
     """
@@ -84,6 +85,7 @@ class MemoryEstimate:
     arguments: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     after_forward: int = 0
+    is_mixture: bool = False
     expert_share: float = 0.0
     not_counted: str = NOT_COUNTED
 
@@ -248,7 +250,8 @@ def estimate_memory(
     planned = plan_lora(model, lora)
     trained = _trained(planned, lora)
     first = first_trained(planned, config.num_layers)
-    kept, again = base_bytes(work, is_mixture(config), first)
+    mixtures = is_mixture(config)
+    kept, again = base_bytes(work, mixtures, first)
     costs = _costs(planned, lora, work)
     vocabulary = padded_size(described.vocab_size, sizes.tensor) // sizes.tensor
     loss, beside = loss_bytes(work, vocabulary)
@@ -306,6 +309,7 @@ def estimate_memory(
             **_told(overrides),
         },
         after_forward=round(after_forward),
+        is_mixture=any(mixtures),
         expert_share=trained.of_experts / trained.parameters if trained.parameters else 0.0,
         not_counted=", ".join((*_not_modelled(work), NOT_COUNTED)),
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from lightning_mcore_lora.memory.estimate import GIB, MemoryEstimate, estimate_memory
-from lightning_mcore_lora.memory.remedies import EXPERT_PARALLEL, TENSOR_PARALLEL, savings
+from lightning_mcore_lora.memory.remedies import EXPERT_PARALLEL, REMEDIES, TENSOR_PARALLEL
 from lightning_mcore_lora.models.described import Source
 from lightning_mcore_lora.parallel import ParallelSizes
 
@@ -102,6 +102,13 @@ class Recommendation:
         return table
 
 
+class _Variant(NamedTuple):
+    """What may be run, with its share of the layout's throughput."""
+
+    share: float
+    estimate: MemoryEstimate
+
+
 def recommend(
     source: Source, budget_gib: float, devices: int, *, sequence_length: int, **arguments: Any
 ) -> Recommendation:
@@ -140,13 +147,13 @@ def recommend(
         except (ValueError, NotImplementedError) as error:
             refused = refused or error
             continue
-        if "experts" not in asked.components and (sizes.expert, sizes.expert_tensor) != (1, sizes.tensor):
+        if not asked.is_mixture and (sizes.expert, sizes.expert_tensor) != (1, sizes.tensor):
             continue
         speed = (1 - TENSOR_PARALLEL) ** math.log2(sizes.tensor)
-        if "experts" in asked.components:
+        if asked.is_mixture:
             speed *= (1 - EXPERT_PARALLEL) ** math.log2(sizes.expert * sizes.expert_tensor)
         variants = _variants(asked)
-        lean = _leanest(asked, variants[-1].estimate)
+        lean = _leanest(asked, variants)
         leanest = min((lean, leanest or lean), key=lambda estimate: estimate.total)
         if lean.total_gib <= budget_gib:
             candidates += [(speed * share, e, _settings(asked, e)) for share, e in variants]
@@ -170,11 +177,11 @@ def recommend(
     )
 
 
-def _leanest(asked: MemoryEstimate, variant: MemoryEstimate) -> MemoryEstimate:
-    """With every remedy, in the precision that was asked for or the remedy's: with many logits float32 takes less."""
-    as_asked = dataclasses.replace(variant, arguments=variant.arguments | {"precision": asked.arguments["precision"]})
-    found = (asked, _estimated(variant), _estimated(as_asked))
-    return min((estimate for estimate in found if estimate), key=lambda estimate: estimate.total)
+def _leanest(asked: MemoryEstimate, variants: Sequence[_Variant]) -> MemoryEstimate:
+    """With all remedies that go together, in their precision or as asked: with many logits float32 takes less."""
+    last = next(found for variant in reversed(variants) if (found := _estimated(variant.estimate)))
+    as_asked = dataclasses.replace(last, arguments=last.arguments | {"precision": asked.arguments["precision"]})
+    return min((found for found in (asked, last, _estimated(as_asked)) if found), key=lambda found: found.total)
 
 
 def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:
@@ -186,15 +193,8 @@ def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:
 
 def _layout(estimate: MemoryEstimate) -> str:
     sizes = estimate.sizes
-    experts = f", EP={sizes.expert}, ETP={sizes.expert_tensor}" if "experts" in estimate.components else ""
+    experts = f", EP={sizes.expert}, ETP={sizes.expert_tensor}" if estimate.is_mixture else ""
     return f"TP={sizes.tensor}{', SP' if sizes.sequence_parallel else ''}{experts}, DP={sizes.data}"
-
-
-class _Variant(NamedTuple):
-    """What may be run, with its share of the layout's throughput."""
-
-    share: float
-    estimate: MemoryEstimate
 
 
 def _layouts(devices: int) -> Iterator[ParallelSizes]:
@@ -206,10 +206,9 @@ def _layouts(devices: int) -> Iterator[ParallelSizes]:
 
 
 def _variants(asked: MemoryEstimate) -> list[_Variant]:
-    """Combinations of the remedies that save anything, all of them last. Numbers are still those of what was asked."""
-    remedies = [saving.remedy for saving in savings(asked, least=1e-6) if not saving.remedy.resizes]
+    """Combinations of the remedies, all of them last. Numbers are still those of what was asked."""
     found = [_Variant(1.0, asked)]
-    for remedy in remedies:
+    for remedy in (remedy for remedy in REMEDIES if not remedy.resizes):
         for share, variant in list(found):
             step = remedy.step(variant)
             while step is not None and step.changes is not None:

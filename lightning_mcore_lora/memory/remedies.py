@@ -150,7 +150,7 @@ def _selective(e: MemoryEstimate, module: str) -> Step | None:
 
 
 def _feed_forward(e: MemoryEstimate) -> Step | None:
-    return _selective(e, "moe" if "experts" in e.components else "mlp")
+    return _selective(e, "moe" if e.is_mixture else "mlp")
 
 
 def _layers(e: MemoryEstimate) -> Step | None:
@@ -198,7 +198,7 @@ def _resized(e: MemoryEstimate, **changes: int) -> Step:
 
 
 def _experts(e: MemoryEstimate) -> Step | None:
-    return _resized(e, expert=2 * e.sizes.expert) if "experts" in e.components else None
+    return _resized(e, expert=2 * e.sizes.expert) if e.is_mixture else None
 
 
 def _tensor(e: MemoryEstimate) -> Step | None:

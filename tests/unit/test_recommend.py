@@ -81,6 +81,35 @@ def test_experts() -> None:
     assert "EP=" in found.why
 
 
+def test_experts_are_split_with_every_layer_recomputed() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    whole = estimate_memory(MIXTURE, ParallelSizes(8), sequence_length=4096, **full)
+    found = find(0.9 * whole.total_gib, 8, MIXTURE, **full)
+    assert found.estimate.sizes.expert > 1
+    assert "EP=" in found.why
+
+
+def test_a_remedy_that_does_not_go_with_the_model_is_no_obstacle() -> None:
+    """GPT-OSS's activation cannot be fused so."""
+    model = PUBLISHED["GPT-OSS-120B"] | {"num_hidden_layers": 2, "num_local_experts": 8}
+    asked = estimate_memory(model, ParallelSizes(1), sequence_length=4096, micro_batch_size=2)
+    found = find(0.7 * asked.total_gib, 1, model, micro_batch_size=2)
+    assert found.chosen.settings
+
+
+def test_remedies_that_save_together_only() -> None:
+    """With the MLP computed again the attention's part is no peak of its own."""
+    model = QWEN3 | {"num_hidden_layers": 3}
+    options = {"sequence_length": 512, "lora": LoRAConfig(rank=64)}
+    modules = [["core_attn"], ["mlp"], ["core_attn", "mlp"]]
+    plain, attention, mlp, both = (
+        estimate_memory(model, ParallelSizes(1), **options, **more)
+        for more in ({}, *({"recompute_granularity": "selective", "recompute_modules": m} for m in modules))
+    )
+    assert both.total < mlp.total < plain.total <= attention.total
+    assert find(both.total_gib + 1e-6, 1, model, **options).estimate.total == both.total
+
+
 def test_float32_takes_less_where_logits_are_most() -> None:
     """Half precision casts logits for the loss; it is no remedy then."""
     small = PUBLISHED["Qwen3-8B"] | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 1}
