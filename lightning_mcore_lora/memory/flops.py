@@ -79,7 +79,6 @@ def _attention(config: Any, length: int, first: int) -> float:
     for layer in range(config.num_layers):
         is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer + 1)
         seen = min(length, config.window_size[0] + 1) if is_windowed else length
-        total += (
-            (12 if layer >= first else 4) * width * (seen - seen**2 / (2 * length))
-        )  # the first `seen` tokens see half of it on average
+        each = (12 if layer >= first else 4) * width
+        total += each * (seen - seen**2 / (2 * length))  # the first `seen` tokens see half of it on average
     return total
