@@ -46,6 +46,7 @@ class ParallelSizes:
 
     def __post_init__(self) -> None:
         named = {
+            "world_size": self.world_size,
             "tensor_parallel_size": self.tensor,
             "expert_parallel_size": self.expert,
             "expert_tensor_parallel_size": self.expert_tensor,

@@ -28,7 +28,8 @@ class MemoryMonitor(pl.Callback):
         estimate: What is expected; ``None`` estimates what runs, for the largest batch that the model got.
 
     Raises:
-        ValueError: If the plot's suffix is unknown.
+        TypeError: If ``estimate`` is none.
+        ValueError: If ``csv`` is a folder, or the plot's suffix is unknown.
         ModuleNotFoundError: If a plot is asked for without matplotlib.
     """
 

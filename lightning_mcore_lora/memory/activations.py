@@ -154,11 +154,17 @@ def _attention_inputs(work: Work) -> float:
     return work.tokens * (2 * work.heads + values) * work.element
 
 
+def _output(work: Work) -> float:
+    """A flash kernel's output, and a logarithm of each row's sum."""
+    heads = work.config.num_attention_heads / work.sizes.tensor
+    return work.tokens * (work.heads * work.element + 4 * heads) if work.flash else 0.0
+
+
 def _scores(work: Work) -> float:
+    if work.flash:
+        return 0.0
     config = work.config
     heads = config.num_attention_heads / work.sizes.tensor
-    if work.flash:  # the output, and a logarithm of each row's sum
-        return work.tokens * (work.heads * work.element + 4 * heads)
     sink = config.softmax_type == "learnable"
     squared = work.batch * heads * work.sequence * (work.sequence + sink)
     each = work.element
@@ -320,6 +326,7 @@ KEPT: tuple[Kept, ...] = (
     Kept("attention", "every", 1, _head_norms),
     Kept("attention", "every", 1, _rotations),
     Kept("attention", "every", 1, _attention_inputs, ("core_attn",), _checkpointed_attention),
+    Kept("attention", "every", 1, _output, ("core_attn",)),
     Kept("attention scores", "every", 1, _scores, ("core_attn",)),
     Kept("dropout masks", "every", 2, _dropout),
     Kept("norms", "every", 2, _norm),

@@ -20,7 +20,7 @@ from lightning_mcore_lora.memory.command import print_table
 from lightning_mcore_lora.memory.conflicts import Conflict, find_conflicts
 from lightning_mcore_lora.memory.estimate import estimate_memory
 from lightning_mcore_lora.memory.situation import TOKENS, Situation, torch_version
-from lightning_mcore_lora.models.described import check_fields, describe
+from lightning_mcore_lora.models.described import check_fields, describe, with_overrides
 from lightning_mcore_lora.parallel import ParallelSizes
 
 _PACKAGES = (
@@ -78,8 +78,11 @@ def doctor(
     """
     if accelerator not in (None, "cuda", "cpu"):
         raise ValueError(f"accelerator={accelerator!r} must be 'cuda' or 'cpu', or be left out")
-    if sequence_length is not None and sequence_length < 1:
-        raise ValueError(f"sequence_length={sequence_length} must be a positive integer")
+    for name, number in (("sequence_length", sequence_length), ("micro_batch_size", micro_batch_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} must be a positive integer")
+    if capability is not None and capability <= 0:
+        raise ValueError(f"capability={capability} must be positive, for example 9.0")
     check_fields(overrides or {}, TransformerConfig)
     check_fields(ddp or {}, DistributedDataParallelConfig)
     here = torch.cuda.is_available()
@@ -89,7 +92,7 @@ def doctor(
     sizes = ParallelSizes.completed(
         devices, tensor_parallel_size, sequence_parallel, expert_parallel_size, expert_tensor_parallel_size
     )
-    fields = {**({} if model is None else describe(model).fields), **(overrides or {})}
+    fields = with_overrides({} if model is None else describe(model).fields, overrides or {})
     situation = Situation(
         on_cuda,
         os.environ,
@@ -116,6 +119,10 @@ def doctor(
         found = find_conflicts(dataclasses.replace(situation, sites=estimate.sites, tokens=tokens))
     print_table(_here(situation.capability))
     print_table(_table(found, situation))
+    if on_cuda and situation.capability is None:
+        print("Not looked at, for the device is not known: CUDA_DEVICE_MAX_CONNECTIONS (--capability, for example 9.0)")
+    if model is None:
+        print("Not looked at, for the model is not known: adapters, batch (--model)")
     if any(conflict.row.severity == "error" for conflict in found):
         raise SystemExit(1)
 
@@ -144,7 +151,11 @@ def _here(capability: tuple[int, int] | None) -> Table:
 
 def _table(found: list[Conflict], situation: Situation) -> Table | str:
     if not found:
-        where = "CUDA" if situation.cuda else "the CPU (for a CUDA device that is elsewhere: --accelerator cuda)"
+        where = (
+            "CUDA"
+            if situation.cuda
+            else "the CPU (for a CUDA device that is elsewhere: --accelerator cuda --capability 9.0)"
+        )
         sizes = situation.sizes
         return f"\nNothing found that does not fit, for TP={sizes.tensor}, EP={sizes.expert} on {where}."
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

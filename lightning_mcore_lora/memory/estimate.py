@@ -15,9 +15,9 @@ from lightning_mcore_lora.adapters.matching import layer_of
 from lightning_mcore_lora.adapters.planning import Planned, plan_lora
 from lightning_mcore_lora.adapters.report import SiteReport
 from lightning_mcore_lora.memory.activations import STAGES, Work, activation_input, base_bytes, loss_bytes, norm_input
-from lightning_mcore_lora.memory.readings import GIB
+from lightning_mcore_lora.memory.readings import GIB, said, unit_of
 from lightning_mcore_lora.memory.skeleton import LAYERS, build_skeleton, is_mixture
-from lightning_mcore_lora.models.described import Source, describe, transformer_config
+from lightning_mcore_lora.models.described import Source, describe, transformer_config, with_overrides
 from lightning_mcore_lora.models.vocabulary import padded_size
 from lightning_mcore_lora.parallel import ParallelSizes
 
@@ -44,10 +44,11 @@ PRECISIONS: dict[str, Precision] = {
 #: Bytes of state for each trained parameter, by name of the torch optimizer.
 OPTIMIZERS: dict[str, int] = {"adamw": 8, "adam": 8, "sgd": 0, "sgd with momentum": 4, "adagrad": 4, "rmsprop": 4}
 
-NOT_COUNTED = (
-    "CUDA's context (about 0.5 GiB), NCCL's and user buffers, memory lost to fragmentation, temporaries inside kernels "
-    "and the optimizer, data waiting in loaders"
-)
+_ANYWHERE = "temporaries inside kernels and the optimizer, data waiting in loaders"
+NOT_COUNTED = {
+    "cuda": f"CUDA's context (about 0.5 GiB), NCCL's and user buffers, memory lost to fragmentation, {_ANYWHERE}",
+    "cpu": f"Python and its libraries (about 0.5 GiB), gloo's buffers, {_ANYWHERE}",
+}
 #: Fields of the model's config that change what a layer keeps, or is, in ways that are not modelled.
 NOT_MODELLED = (
     "attention_output_gate",
@@ -87,7 +88,7 @@ class MemoryEstimate:
     after_forward: int = 0
     is_mixture: bool = False
     expert_share: float = 0.0
-    not_counted: str = NOT_COUNTED
+    not_counted: str = ""
 
     def again(self, **changes: Any) -> "MemoryEstimate":
         """The estimate with other arguments, the rest as it was."""
@@ -139,7 +140,7 @@ class MemoryEstimate:
         """A table of the components in GiB."""
         sizes = self.sizes
         table = Table(
-            title=f"Memory of the most loaded rank: {self.total_gib:.2f} GiB",
+            title=f"Memory of the most loaded rank: {said(self.total)}",
             caption="\n".join(
                 (
                     f"TP={sizes.tensor}, SP {'on' if sizes.sequence_parallel else 'off'}, EP={sizes.expert}, "
@@ -155,10 +156,11 @@ class MemoryEstimate:
             pad_edge=False,
         )
         table.add_column("component")
-        table.add_column("GiB", justify="right")
+        name, unit = unit_of(self.total)
+        table.add_column(name, justify="right")
         table.add_column("share", justify="right")
         for name, count in self.components.items():
-            table.add_row(name, f"{count / GIB:.3f}", f"{100 * count / self.total:.1f} %")
+            table.add_row(name, f"{count / unit:.3f}", f"{100 * count / self.total:.1f} %")
         return table
 
 
@@ -232,7 +234,9 @@ def estimate_memory(
     lora = LoRAConfig() if lora is None else lora
     described = describe(source, vocab_size=vocab_size, max_sequence_length=sequence_length, tied=tied)
     weights, activations = PRECISIONS[precision]
-    config = transformer_config(described.fields | {"params_dtype": weights} | overrides, sizes, layers == "te")
+    config = transformer_config(
+        with_overrides(described.fields | {"params_dtype": weights}, overrides), sizes, layers == "te"
+    )
     sizes.check_sequence(sequence_length)
     work = Work(
         config,
@@ -311,7 +315,7 @@ def estimate_memory(
         after_forward=round(after_forward),
         is_mixture=any(mixtures),
         expert_share=trained.of_experts / trained.parameters if trained.parameters else 0.0,
-        not_counted=", ".join((*_not_modelled(work), NOT_COUNTED)),
+        not_counted=", ".join((*_not_modelled(work), NOT_COUNTED[accelerator])),
     )
 
 

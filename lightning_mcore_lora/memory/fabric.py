@@ -33,7 +33,8 @@ class FabricMemoryMonitor:
         estimate: See there.
 
     Raises:
-        ValueError: If ``every`` is not a positive integer, or the plot's suffix is unknown.
+        TypeError: If ``estimate`` is none.
+        ValueError: If ``every`` is not a positive integer, ``csv`` is a folder, or the plot's suffix is unknown.
         ConflictError: On all ranks, if settings do not fit each other.
     """
 

@@ -12,7 +12,7 @@ from lightning_mcore_lora.adapters.planning import plan_lora
 from lightning_mcore_lora.adapters.sites import Site, find_sites
 from lightning_mcore_lora.memory.estimate import first_trained
 from lightning_mcore_lora.memory.skeleton import build_skeleton
-from lightning_mcore_lora.models.described import Source, describe, transformer_config
+from lightning_mcore_lora.models.described import Source, describe, transformer_config, with_overrides
 from lightning_mcore_lora.parallel import ParallelSizes
 
 
@@ -37,10 +37,15 @@ def flops_per_token(
         lora: The adapters; ``None`` is ``LoRAConfig()``.
         vocab_size: Tokens; required with a ``TransformerConfig``.
         **overrides: Fields of ``TransformerConfig``.
+
+    Raises:
+        ValueError: If a setting has no such value.
     """
+    if not isinstance(sequence_length, int) or sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length!r} must be a positive integer")
     lora = LoRAConfig() if lora is None else lora
     described = describe(source, vocab_size=vocab_size, max_sequence_length=sequence_length)
-    config = transformer_config(described.fields | overrides, ParallelSizes(1), False)
+    config = transformer_config(with_overrides(described.fields, overrides), ParallelSizes(1), False)
     model = build_skeleton(config, ParallelSizes(1), "local", described.vocab_size, tied=False)
     planned = plan_lora(model, lora)
     first, _ = first_trained(planned, config.num_layers)

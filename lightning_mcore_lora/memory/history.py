@@ -23,20 +23,23 @@ class History:
         plot: The plot, or ``None``; its suffix says the format.
 
     Raises:
-        ValueError: If the plot's suffix is unknown.
+        ValueError: If the CSV file is a folder, or the plot's suffix is unknown.
         ModuleNotFoundError: If the plot needs what is not installed.
     """
 
     def __init__(self, csv_path: str | Path | None, plot: str | Path | None) -> None:
+        if csv_path is not None and Path(csv_path).is_dir():
+            raise ValueError(f"csv={str(csv_path)!r} is a folder: name a file")
         self._csv = None if csv_path is None else Path(csv_path)
         self._plot = None if plot is None else check_plot(plot)
         self._file: Path | None = None
         self._steps: list[int] = []
         self._peaks: list[Sequence[float]] = []
+        self._is_empty = True
 
     def begin(self) -> None:
         """Begin a part of a run."""
-        self._file, self._steps, self._peaks = None, [], []
+        self._file, self._steps, self._peaks, self._is_empty = None, [], [], True
 
     def add(self, step: int, values: Mapping[str, float], peaks: Sequence[float]) -> None:
         """Keep what was logged.
@@ -46,6 +49,7 @@ class History:
             values: By key.
             peaks: GiB of each rank.
         """
+        self._is_empty = False
         if self._plot is not None:
             self._steps.append(step)
             self._peaks.append(peaks)
@@ -77,11 +81,13 @@ class History:
         return path
 
     def draw(self, name: str, estimate: Callable[[], Any]) -> None:
-        """Draw the plot, if there is anything to draw.
+        """Draw the plot, if there is anything to draw; say so if nothing was logged at all.
 
         Args:
             name: What was measured.
             estimate: Gives the estimate.
         """
+        if self._is_empty and (self._csv or self._plot):
+            log.warning("No step was logged, so that neither csv nor plot is written: log more often")
         if self._plot is not None and self._steps:
             plot_peaks(self._plot, self._steps, self._peaks, name, estimate())

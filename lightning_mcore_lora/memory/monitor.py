@@ -33,6 +33,11 @@ class Monitor:
         plot: PNG, HTML, SVG or PDF file with the peak of each rank over steps, drawn at the end; by rank zero.
         snapshots: Folder for torch's history of allocations, at the highest peak and out of memory; CUDA only.
         estimate: What is expected; ``None`` estimates what runs when it is asked for.
+
+    Raises:
+        TypeError: If ``estimate`` is none.
+        ValueError: If ``csv`` is a folder, or the plot's suffix is unknown.
+        ModuleNotFoundError: If the plot needs what is not installed.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class Monitor:
         snapshots: str | Path | None = None,
         estimate: MemoryEstimate | None = None,
     ) -> None:
+        if not isinstance(estimate, MemoryEstimate | None):
+            raise TypeError(f"estimate={estimate!r} must be what estimate_memory returns, or None")
         self._history = History(csv, plot)
         self._folder = snapshots
         self._given = estimate
@@ -135,7 +142,9 @@ class Monitor:
             except Exception as error:
                 self._writes = False
                 said = type(error).__name__, error
-                log.warning("MemoryMonitor writes no more files on rank %d: %s: %s", _rank(), *said)
+                log.warning(
+                    "MemoryMonitor writes neither csv nor snapshots any more on rank %d: %s: %s", _rank(), *said
+                )
 
     def explain(self, error: BaseException, device: torch.device, optimizers: Sequence[Any] = ()) -> None:
         """If an exception says that memory did not suffice, add a note to it that explains it.

@@ -12,7 +12,7 @@ import torch
 
 from lightning_mcore_lora.memory import allocator
 from lightning_mcore_lora.memory.estimate import MemoryEstimate
-from lightning_mcore_lora.memory.readings import GIB
+from lightning_mcore_lora.memory.readings import GIB, MIB, said
 from lightning_mcore_lora.memory.remedies import savings
 from lightning_mcore_lora.memory.situation import Situation, torch_version
 
@@ -23,7 +23,7 @@ _ALLOCATED = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
 _IDLE = re.compile(r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
 #: What others say that found the device full: the driver, NCCL, cuBLAS.
 _OTHERS = re.compile(r"CUDA error: out of memory|Cuda failure \d+ 'out of memory'|CUBLAS_STATUS_ALLOC_FAILED")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB}
 
 #: A larger share of reserved memory that no tensor takes is called fragmentation though it would not have sufficed.
 NOTABLE = 0.1
@@ -131,9 +131,9 @@ def explain(failure: Failure, estimate: MemoryEstimate | None, why_none: str = "
     if estimate is None:
         lines.append(f"No estimate: {why_none}")
     else:
-        largest = ", ".join(f"{name} {_gib(count)}" for name, count in estimate.largest[:4])
+        largest = ", ".join(f"{name} {said(count)}" for name, count in estimate.largest[:4])
         batch = f"{estimate.micro_batch_size} x {estimate.sequence_length:,} tokens"
-        lines.append(f"Estimated for {batch}: {_gib(estimate.total)}; largest: {largest}")
+        lines.append(f"Estimated for {batch}: {said(estimate.total)}; largest: {largest}")
     steps = _steps(failure, estimate)
     if steps:
         lines += [
@@ -143,17 +143,13 @@ def explain(failure: Failure, estimate: MemoryEstimate | None, why_none: str = "
     return "\n".join(lines)
 
 
-def _gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB / 100 else f"{count / 2**20:.2f} MiB"
-
-
 def _held(f: Failure) -> list[str]:
-    asked = "" if f.asked is None else f"{_gib(f.asked)} more were asked for. "
-    lines = [f"{asked}This process holds {_gib(f.reserved)} of {_gib(f.total)}; {_gib(f.free)} are free"]
+    asked = "" if f.asked is None else f"{said(f.asked)} more were asked for. "
+    lines = [f"{asked}This process holds {said(f.reserved)} of {said(f.total)}; {said(f.free)} are free"]
     if f.allocated is not None:
         share = f.idle / f.reserved if f.reserved else 0.0
-        lines[0] += f"; others, and this one outside torch, hold {_gib(max(f.total - f.free - f.reserved, 0))}"
-        lines.append(f"Tensors take {_gib(f.allocated)}; {_gib(f.idle)} no tensor takes (fragmentation {share:.0%})")
+        lines[0] += f"; others, and this one outside torch, hold {said(max(f.total - f.free - f.reserved, 0))}"
+        lines.append(f"Tensors take {said(f.allocated)}; {said(f.idle)} no tensor takes (fragmentation {share:.0%})")
     return lines
 
 
@@ -179,8 +175,8 @@ def _ranks(f: Failure) -> str:
 def _steps(f: Failure, estimate: MemoryEstimate | None) -> list[str]:
     steps = []
     if f.is_fragmented and not f.expandable_segments and f.can_expand:
-        steps.append(f"add expandable_segments:True to {allocator.VARIABLES[0]}: up to {_gib(f.idle)}, cost none")
+        steps.append(f"add expandable_segments:True to {allocator.VARIABLES[0]}: up to {said(f.idle)}, cost none")
     for remedy, step, saved in () if estimate is None else savings(estimate):
-        size = "not estimated" if saved is None else _gib(saved)
+        size = "not estimated" if saved is None else said(saved)
         steps.append(f"{step.text}: {size}, cost {remedy.cost}")
     return steps

@@ -9,7 +9,19 @@ import psutil
 import torch
 
 GIB = 2**30
+MIB = 2**20
 WORST = "memory/worst_rank"
+
+
+def unit_of(count: float) -> tuple[str, int]:
+    """The unit to tell a number of bytes in, and its size."""
+    return ("GiB", GIB) if count >= GIB / 10 else ("MiB", MIB)
+
+
+def said(count: float) -> str:
+    """A number of bytes in words."""
+    name, unit = unit_of(count)
+    return f"{count / unit:.2f} {name}"
 
 
 class MemoryWindow:

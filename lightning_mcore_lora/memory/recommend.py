@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from lightning_mcore_lora.memory.estimate import GIB, MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_mcore_lora.memory.readings import GIB, said, unit_of
 from lightning_mcore_lora.memory.remedies import EXPERT_PARALLEL, REMEDIES, TENSOR_PARALLEL
 from lightning_mcore_lora.models.described import Source
 from lightning_mcore_lora.parallel import ParallelSizes
@@ -17,6 +18,7 @@ from lightning_mcore_lora.parallel import ParallelSizes
 #: Tensor parallelism stays inside a node.
 LARGEST_TENSOR = 8
 _SHOWN = 12
+_NAMED = 3
 
 
 class Candidate(NamedTuple):
@@ -44,12 +46,14 @@ class Recommendation:
     Args:
         budget_gib: What a rank may take.
         chosen: What fits.
-        tried: Faster ones, the fastest first.
+        tried: Those as fast or faster, the fastest first.
+        never: The leanest of each layout that nothing makes fit.
     """
 
     budget_gib: float
     chosen: Candidate
     tried: tuple[Candidate, ...]
+    never: tuple[MemoryEstimate, ...] = ()
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -59,14 +63,16 @@ class Recommendation:
     @property
     def why(self) -> str:
         """The reason, in a sentence."""
-        said = ", ".join(self.chosen.settings) or "as asked"
-        if not self.tried:
-            return f"{_layout(self.estimate)} fits, {said}, and nothing is faster"
-        least = min(self.tried, key=lambda candidate: candidate.estimate.total)
-        return (
-            f"{_layout(self.estimate)}, {said}, is the fastest that fits {self.budget_gib:g} GiB; of the "
-            f"{len(self.tried)} faster ones the leanest takes {least.estimate.total_gib:.2f} GiB"
-        )
+        settings = ", ".join(self.chosen.settings) or "as asked"
+        why = f"{_layout(self.estimate)}, {settings}, is the fastest that fits {self.budget_gib:g} GiB"
+        if self.tried:
+            least = min(candidate.estimate.total for candidate in self.tried)
+            why += f"; of {len(self.tried)} as fast or faster the leanest takes {said(least)}"
+        if self.never:
+            layouts = ", ".join(f"{_layout(estimate)} ({said(estimate.total)})" for estimate in self.never[:_NAMED])
+            more = f" and {len(self.never) - _NAMED} more" if len(self.never) > _NAMED else ""
+            why += f"; nothing makes fit: {layouts}{more}"
+        return why
 
     def to_dict(self) -> dict[str, Any]:
         """The recommendation as plain data, bytes throughout."""
@@ -80,23 +86,26 @@ class Recommendation:
 
     def __rich__(self) -> Table:
         """A table of what was tried, the chosen one last."""
+        name, unit = unit_of(self.estimate.total)
         table = Table(
-            title=f"Fits {self.budget_gib:g} GiB a rank",
+            title=f"What fits {self.budget_gib:g} GiB a rank",
             caption=f"{self.why}\nthroughput: relative, from published losses; see docs/memory.md",
             title_justify="left",
             caption_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
         )
-        for name in ("layout", "settings", "throughput", "GiB", "fits"):
-            table.add_column(name, justify="right" if name in ("throughput", "GiB") else "left")
+        for column in ("layout", "settings", "throughput", name, "fits"):
+            table.add_column(column, justify="right" if column in ("throughput", name) else "left")
+        if len(self.tried) >= _SHOWN:
+            table.add_row("...", f"{len(self.tried) - _SHOWN + 1} more", "", "", "no")
         for candidate in (*self.tried[-_SHOWN + 1 :], self.chosen):
             estimate = candidate.estimate
             table.add_row(
                 _layout(estimate),
                 ", ".join(candidate.settings) or "as asked",
                 f"{candidate.throughput:.2f}",
-                f"{estimate.total_gib:.2f}",
+                f"{estimate.total / unit:.2f}",
                 "yes" if candidate is self.chosen else "no",
             )
         return table
@@ -132,14 +141,14 @@ def recommend(
         DoesNotFitError: If nothing does, naming the leanest.
         ValueError: If a setting is unknown, or the model cannot be split at all.
     """
-    if not budget_gib > 0 or not math.isfinite(budget_gib):
+    if not isinstance(budget_gib, int | float) or not budget_gib > 0 or not math.isfinite(budget_gib):
         raise ValueError(f"budget_gib={budget_gib!r} must be a positive number")
     if not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices={devices!r} must be a positive integer")
     if "sizes" in arguments:
         raise ValueError("sizes is what recommend searches: give devices")
     candidates: list[tuple[float, MemoryEstimate, tuple[str, ...]]] = []
-    leanest: MemoryEstimate | None = None
+    never: list[MemoryEstimate] = []
     refused: Exception | None = None
     for sizes in _layouts(devices):
         try:
@@ -154,22 +163,24 @@ def recommend(
             speed *= (1 - EXPERT_PARALLEL) ** math.log2(sizes.expert * sizes.expert_tensor)
         variants = _variants(asked)
         lean = _leanest(asked, variants)
-        leanest = min((lean, leanest or lean), key=lambda estimate: estimate.total)
         if lean.total_gib <= budget_gib:
             candidates += [(speed * share, e, _settings(asked, e)) for share, e in variants]
-    if leanest is None:
+        else:
+            never.append(lean)
+    if not candidates and not never:
         raise refused or ValueError(f"no layout of {devices} device(s)")
     tried: list[Candidate] = []
     seen = set()
-    for speed, variant, said in sorted(candidates, key=lambda candidate: (-candidate[0], len(candidate[2]))):
-        estimate = None if (variant.sizes, said) in seen else _estimated(variant)
-        seen.add((variant.sizes, said))
+    for speed, variant, settings in sorted(candidates, key=lambda candidate: (-candidate[0], len(candidate[2]))):
+        estimate = None if (variant.sizes, settings) in seen else _estimated(variant)
+        seen.add((variant.sizes, settings))
         if estimate is None:
             continue
-        candidate = Candidate(speed, said, estimate)
+        candidate = Candidate(speed, settings, estimate)
         if estimate.total_gib <= budget_gib:
-            return Recommendation(budget_gib, candidate, tuple(tried))
+            return Recommendation(budget_gib, candidate, tuple(tried), tuple(never))
         tried.append(candidate)
+    leanest = min(never, key=lambda estimate: estimate.total)
     raise DoesNotFitError(
         f"nothing fits budget_gib={budget_gib:g} on {devices} device(s): the leanest takes {leanest.total_gib:.2f} "
         f"GiB, at {_layout(leanest)} in {leanest.arguments['precision']} with every other remedy. Take more devices, "
@@ -187,7 +198,7 @@ def _leanest(asked: MemoryEstimate, variants: Sequence[_Variant]) -> MemoryEstim
 def _estimated(variant: MemoryEstimate) -> MemoryEstimate | None:
     try:
         return variant.again()
-    except (AssertionError, ValueError, NotImplementedError):  # Megatron-Core takes these settings not together
+    except (ValueError, NotImplementedError):  # Megatron-Core takes these settings not together
         return None
 
 

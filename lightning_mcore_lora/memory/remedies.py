@@ -87,7 +87,7 @@ def savings(estimate: MemoryEstimate, least: float = 0.002) -> Iterator[Saving]:
             saved = step.saved
             if step.changes is not None:
                 saved = estimate.total - estimate.again(**step.changes).total
-        except (AssertionError, ValueError, NotImplementedError):  # the model, or the processes, cannot be split so
+        except (ValueError, NotImplementedError):  # the model, or the processes, cannot be split so
             continue
         if saved is None or saved >= least * estimate.total:
             yield Saving(remedy, step, saved)

@@ -16,6 +16,27 @@ from lightning_mcore_lora.parallel import ParallelSizes
 Source: TypeAlias = "str | Path | Mapping[str, Any] | TransformerConfig"
 
 
+#: Fields of ``TransformerConfig`` that follow the layout, with the settings that say it.
+LAYOUT = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "expert_model_parallel_size": "expert_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+}
+_COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "recompute_num_layers",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Described:
     """A model before it is built.
@@ -60,6 +81,18 @@ def describe(
     return Described(fields, vocab_size, max_sequence_length, tied, Rope(rotary_base))
 
 
+def with_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``TransformerConfig`` with those that a user sets.
+
+    Raises:
+        ValueError: If one of those follows the layout.
+    """
+    for name in overrides:
+        if name in LAYOUT:
+            raise ValueError(f"{name} follows the layout: leave it out, and set {LAYOUT[name]}")
+    return {**fields, **overrides}
+
+
 def transformer_config(fields: Mapping[str, Any], sizes: ParallelSizes, use_te: bool) -> TransformerConfig:
     """Megatron-Core's config at a layout.
 
@@ -70,10 +103,18 @@ def transformer_config(fields: Mapping[str, Any], sizes: ParallelSizes, use_te: 
 
     Raises:
         ParallelSizeError: If the model cannot be split so.
-        ValueError: If Megatron-Core has no such field.
+        ValueError: If Megatron-Core has no such field, or does not take its value.
     """
+    for name in _COUNTS:
+        value = fields.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}={value!r} must be a positive integer")
     # On the undivided config: with sizes in it Megatron-Core raises first, and names no way out.
-    sizes.check_model(_config(fields, ParallelSizes(1), use_te))
+    whole = _config(fields, ParallelSizes(1), use_te)
+    sizes.check_model(whole)
+    chunk = whole.recompute_num_layers
+    if whole.recompute_method == "uniform" and chunk and whole.num_layers % chunk:
+        raise ValueError(f"recompute_num_layers={chunk} must divide num_layers={whole.num_layers} with 'uniform'")
     return _config(fields, sizes, use_te)
 
 
@@ -98,7 +139,10 @@ def _config(fields: Mapping[str, Any], sizes: ParallelSizes, use_te: bool) -> Tr
             "persist_layer_norm": False,
         }
     check_fields(fields, TransformerConfig)
-    return TransformerConfig(**fields)
+    try:
+        return TransformerConfig(**fields)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"Megatron-Core does not take these settings: {error}") from error
 
 
 def check_fields(names: Iterable[str], config: type) -> None:

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from lightning_mcore_lora.models.described import Source, describe, transformer_config
+from lightning_mcore_lora.models.described import Source, describe, transformer_config, with_overrides
 from lightning_mcore_lora.models.marks import mark_parameters
 from lightning_mcore_lora.models.norms import SequenceParallelNorm
 from lightning_mcore_lora.models.routers import keep_from_autocast
@@ -60,7 +60,7 @@ def build_gpt_model(
     )
     rope = described.rope
     use_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    config = transformer_config(described.fields | overrides, parallel.sizes, use_te)
+    config = transformer_config(with_overrides(described.fields, overrides), parallel.sizes, use_te)
     for name, value in rope.settings.items():
         setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)

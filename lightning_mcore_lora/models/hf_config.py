@@ -9,6 +9,16 @@ from typing import Any
 from lightning_mcore_lora.models.families import FAMILIES, Family
 from lightning_mcore_lora.models.rope import Rope, read_rope
 
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
 
 @dataclass(frozen=True)
 class HFConfig:
@@ -45,7 +55,7 @@ def read_hf_config(source: str | Path | Mapping[str, Any]) -> HFConfig:
     Raises:
         FileNotFoundError: If there is no ``config.json``.
         NotImplementedError: If the family or one of its settings is not supported, naming it.
-        ValueError: If a setting is missing.
+        ValueError: If a setting is missing, or has no such value, or the file holds no settings.
     """
     where, settings = ("the config", dict(source)) if isinstance(source, Mapping) else _read(Path(source))
     kind = settings.get("model_type")
@@ -65,6 +75,10 @@ def read_hf_config(source: str | Path | Mapping[str, Any]) -> HFConfig:
             raise NotImplementedError(
                 f"{setting}={value!r} in {where} is not supported for model_type={kind!r}; supported: {allowed[0]!r}"
             )
+    for setting in _COUNTS:
+        value = known.get(setting)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{setting}={value!r} in {where} must be a positive integer")
     try:
         return HFConfig(
             family=family,
@@ -82,7 +96,13 @@ def read_hf_config(source: str | Path | Mapping[str, Any]) -> HFConfig:
 def _read(directory: Path) -> tuple[str, dict[str, Any]]:
     path = directory / "config.json"
     if path.is_file():
-        return str(path), json.loads(path.read_text())
+        try:
+            settings = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} holds a {type(settings).__name__}, not settings by name")
+        return str(path), settings
     if directory.suffix == ".gguf":
         raise NotImplementedError(
             f"{directory} holds quantised weights: write plain ones first, with `lightning-mcore-lora dequantize "

@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytes
     watch.start(None, ParallelSizes(1), torch.device("cpu"), "32-true")
     for step in (1, 2):
         assert watch.read(step)["memory/worst_rank"] == 0
-    assert caplog.text.count("writes no more files on rank 0") == 1
+    assert caplog.text.count("neither csv nor snapshots any more on rank 0") == 1
 
 
 def test_a_plot_that_fails_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -363,7 +363,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_doctor(clean: pytest.MonkeyPatch, tiny_llama: Path, capsys: pytest.CaptureFixture) -> None:
     main(["doctor"])
-    assert "Nothing found that does not fit, for TP=1, EP=1 on the CPU (" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Nothing found that does not fit, for TP=1, EP=1 on the CPU (" in said
+    assert "Not looked at, for the model is not known: adapters, batch (--model)" in said
+    main(["doctor", "--accelerator", "cuda", "--model", str(tiny_llama)])
+    assert "Not looked at, for the device is not known: CUDA_DEVICE_MAX_CONNECTIONS" in capsys.readouterr().out
     documented = re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL)[0].replace("model-dir", str(tiny_llama))
     arguments = [*shlex.split(documented)[1:], "--accelerator", "cuda"]
     main([*arguments, "--capability", "9.0", "--lora.sequence_mode", "gather", "--lora.rank", "4"])
@@ -373,7 +377,9 @@ def test_doctor(clean: pytest.MonkeyPatch, tiny_llama: Path, capsys: pytest.Capt
     assert version("torch") in said
     clean.setattr(os, "environ", {**os.environ, **ON, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     main([*arguments, "--capability", "9.0"])
-    assert "Nothing found that does not fit" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Nothing found that does not fit" in said
+    assert "Not looked at" not in said
 
 
 def test_doctor_fails_where_the_run_would(
@@ -396,6 +402,10 @@ def test_doctor_fails_where_the_run_would(
         (("--ddp", '{"nccl_bu": true}'), r"'nccl_bu' is no field of DistributedDataParallelConfig; near .*'nccl_ub'"),
         (("--overrides", '{"cpu_ofloading": true}'), r"'cpu_ofloading' is no field of TransformerConfig; near"),
         (("--sequence_length", "0"), "sequence_length=0 must be a positive integer"),
+        (("--micro_batch_size", "-3"), "micro_batch_size=-3 must be a positive integer"),
+        (("--capability", "-1"), r"capability=-1.0 must be positive, for example 9.0"),
+        (("--devices", "-2"), "world_size=-2 must be a positive integer"),
+        (("--overrides", '{"sequence_parallel": true}'), "sequence_parallel follows the layout"),
         (("--model", "nowhere"), r"nowhere/config.json not found"),
         (("--tensor_parallel_size", "2", "--devices", "3"), "world_size=3 is not divisible by tensor_parallel_size=2"),
     ],

@@ -136,6 +136,18 @@ def qwen3(**options: Any) -> MemoryEstimate:
             {"sizes": ParallelSizes(3, 3, True, 1, 3)},
             "num_attention_heads=32 is not divisible by tensor_parallel_size=3",
         ),
+        ({"tensor_model_parallel_size": 4}, "follows the layout: leave it out, and set tensor_parallel_size"),
+        ({"num_layers": 0}, "num_layers=0 must be a positive integer"),
+        ({"num_layers": "x"}, "num_layers='x' must be a positive integer"),
+        ({"recompute_num_layers": 0}, "recompute_num_layers=0 must be"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 5},
+            "recompute_num_layers=5 must divide num_layers=36",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["banana"]},
+            "Megatron-Core does not take these settings: .*banana",
+        ),
         ({"lora": LoRAConfig(rank=3, sequence_mode="gather")}, "rank=3 is not divisible"),
         ({"lora": LoRAConfig(target_modules=("q_proj",))}, "'q_proj' matches no linear"),
     ],
@@ -145,15 +157,49 @@ def test_bad_settings_are_named(options: dict[str, Any], names: str) -> None:
         qwen3(**options)
 
 
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("{model", r"config.json is not JSON: Expecting"),
+        ("[1]", r"config.json holds a list, not settings by name"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0 in .*config.json must be a positive integer"),
+        ({"num_attention_heads": 0}, r"num_attention_heads=0 in .*config.json must be a positive integer"),
+        ({"hidden_size": "abc"}, r"hidden_size='abc' in .*config.json must be a positive integer"),
+        ({"vocab_size": -1}, r"vocab_size=-1 in .*config.json must be a positive integer"),
+    ],
+)
+def test_bad_configs_are_named(tmp_path: Path, content: Any, names: str) -> None:
+    text = content if isinstance(content, str) else json.dumps(PUBLISHED["Qwen3-8B"] | content)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit, match=f"error: .*{names}"):
+        main(["estimate", "--model", str(tmp_path), "--sequence_length", "128"])
+
+
+def test_small_models_are_told_in_mib() -> None:
+    model = PUBLISHED["Qwen3-8B"] | {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    estimate = estimate_memory(model, ParallelSizes(1), sequence_length=16, accelerator="cpu")
+    table = estimate.__rich__()
+    assert f"{estimate.total / 2**20:.2f} MiB" in str(table.title)
+    assert [column.header for column in table.columns] == ["component", "MiB", "share"]
+    assert "CUDA" not in str(table.caption)
+
+
+def test_flops_of_no_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="sequence_length=0 must be a positive integer"):
+        flops_per_token(PUBLISHED["Qwen3-8B"], 0)
+
+
 def test_what_is_kept_is_what_the_settings_say() -> None:
     plain = qwen3()
     parts = plain.components
     assert sum(parts.values()) == plain.total == plain.to_dict()["total"]
     assert qwen3(micro_batch_size=2).components["mlp"] == 2 * parts["mlp"]
     assert qwen3(optimizer="sgd").total == plain.total - parts["optimizer state"]
-    assert qwen3(attention="unfused").components["attention scores"] > 10 * parts["attention scores"]
+    assert "attention scores" not in parts
+    scores = 36 * (16 * 4096**2 * 2 + 4096**2)  # and the mask
+    assert qwen3(attention="unfused").components["attention scores"] == scores
     assert qwen3(bias_activation_fusion=True).components["mlp"] == parts["mlp"] / 2
-    assert qwen3(precision="32-true").components["attention scores"] > 10 * parts["attention scores"]
+    assert qwen3(precision="32-true").components["attention scores"] == 36 * (16 * 4096**2 * 4 + 4096**2)
     assert qwen3(hidden_dropout=0.1).total == plain.total + 36 * 2 * 4096 // 2 * 4096, "a byte for each"
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     recomputed = qwen3(**full)

@@ -52,6 +52,25 @@ def test_csv_of_another_run_is_left_alone(tmp_path: Path, caplog: pytest.LogCapt
     assert _steps(tmp_path / "memory-1.csv") == ["2", "4", "6"]
 
 
+def test_nothing_logged_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History(tmp_path / "memory.csv", None)
+    history.begin()
+    history.draw("memory/peak_rss_gib", lambda: None)
+    assert "No step was logged" in caplog.text
+    caplog.clear()
+    history.add(1, VALUES, [2.0, 3.0])
+    history.draw("memory/peak_rss_gib", lambda: None)
+    assert not caplog.text
+
+
+def test_a_monitor_checks_what_it_is_given(tmp_path: Path) -> None:
+    for folder in (tmp_path, ""):
+        with pytest.raises(ValueError, match=r"csv='.*' is a folder: name a file"):
+            MemoryMonitor(csv=folder)
+    with pytest.raises(TypeError, match="estimate=5 must be what estimate_memory returns"):
+        MemoryMonitor(estimate=5)  # type: ignore[arg-type]
+
+
 def test_csv_of_another_layout_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "memory.csv"
     path.write_text("loss,epoch\n1,2\n")

@@ -138,9 +138,9 @@ def test_steps_are_in_order_with_gib_and_cost() -> None:
     text = explain(Failure(0, None, 80 * GIB, 0, 80 * GIB, 80 * GIB, True), estimate)
     for saving, step in zip(found, steps_of(text), strict=True):
         assert step.endswith(f"cost {saving.remedy.cost}")
-        size = "not estimated" if saving.saved is None else oom._gib(saving.saved)
+        size = "not estimated" if saving.saved is None else oom.said(saving.saved)
         assert f"{saving.step.text}: {size}, cost" in step
-    assert (oom._gib(3 * GIB // 2), oom._gib(3 * 2**20)) == ("1.50 GiB", "3.00 MiB")
+    assert (oom.said(3 * GIB // 2), oom.said(3 * 2**20)) == ("1.50 GiB", "3.00 MiB")
 
 
 def test_savings_are_differences_of_estimates() -> None:

@@ -13,6 +13,7 @@ from tests.workers import WorkerPool
     ("sizes", "match"),
     [
         ({"world_size": 4, "tensor": 3}, r"world_size=4 is not divisible by tensor_parallel_size=3.*multiple of it"),
+        ({"world_size": -2}, "world_size=-2 must be a positive integer"),
         ({"world_size": 2, "tensor": 0}, "tensor_parallel_size=0 must be a positive integer"),
         ({"world_size": 2, "tensor": 2.0}, r"tensor_parallel_size=2.0 must be a positive integer"),
         ({"world_size": 2, "expert": 3}, r"expert_parallel_size \* expert_tensor_parallel_size=3"),

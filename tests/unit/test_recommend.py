@@ -123,6 +123,16 @@ def test_float32_takes_less_where_logits_are_most() -> None:
     assert found.estimate.arguments["precision"] == "32-true"
 
 
+def test_layouts_that_nothing_makes_fit_are_named() -> None:
+    with pytest.raises(DoesNotFitError) as alone:
+        find(0.01, 1)
+    leanest = float(re.search(r"the leanest takes ([\d.]+) GiB", str(alone.value))[1])  # type: ignore[index]
+    found = find(leanest - 0.01, 2)
+    assert found.estimate.sizes.tensor == 2
+    assert re.search(r"; nothing makes fit: TP=1, DP=2 \([\d.]+ GiB\)", found.why)
+    assert all(estimate.total_gib > found.budget_gib for estimate in found.never)
+
+
 def test_nothing_fits() -> None:
     with pytest.raises(DoesNotFitError, match=r"budget_gib=0.01 on 4 device\(s\): the leanest .* Take more devices"):
         find(0.01)
@@ -133,6 +143,7 @@ def test_nothing_fits() -> None:
     [
         ({"budget": 0}, "budget_gib=0 must be a positive number"),
         ({"budget": float("nan")}, "budget_gib=nan must be"),
+        ({"budget": "72"}, "budget_gib='72' must be"),
         ({"budget": 8, "devices": 0}, "devices=0 must be a positive integer"),
         ({"budget": 8, "sizes": ParallelSizes(1)}, "sizes is what recommend searches"),
         ({"budget": 8, "optimizer": "lbfgs"}, "optimizer='lbfgs' must be one of"),
