@@ -46,7 +46,7 @@ class Recommendation:
     Args:
         budget_gib: What a rank may take.
         chosen: What fits.
-        tried: Those as fast or faster, the fastest first.
+        tried: Those as fast or faster, the fastest first; each takes less than the one before.
         never: The leanest of each layout that nothing makes fit.
     """
 
@@ -66,8 +66,7 @@ class Recommendation:
         settings = ", ".join(self.chosen.settings) or "as asked"
         why = f"{_layout(self.estimate)}, {settings}, is the fastest that fits {self.budget_gib:g} GiB"
         if self.tried:
-            least = min(candidate.estimate.total for candidate in self.tried)
-            why += f"; of {len(self.tried)} as fast or faster the leanest takes {said(least)}"
+            why += f"; what is as fast or faster takes {said(self.tried[-1].estimate.total)} or more"
         if self.never:
             layouts = ", ".join(f"{_layout(estimate)} ({said(estimate.total)})" for estimate in self.never[:_NAMED])
             more = f" and {len(self.never) - _NAMED} more" if len(self.never) > _NAMED else ""
@@ -179,7 +178,8 @@ def recommend(
         candidate = Candidate(speed, settings, estimate)
         if estimate.total_gib <= budget_gib:
             return Recommendation(budget_gib, candidate, tuple(tried), tuple(never))
-        tried.append(candidate)
+        if not tried or estimate.total < tried[-1].estimate.total:
+            tried.append(candidate)
     leanest = min(never, key=lambda estimate: estimate.total)
     raise DoesNotFitError(
         f"nothing fits budget_gib={budget_gib:g} on {devices} device(s): the leanest takes {leanest.total_gib:.2f} "
