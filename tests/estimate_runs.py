@@ -52,10 +52,10 @@ def counted(
     from lightning_mcore_lora.memory.estimate import PRECISIONS
     from lightning_mcore_lora.strategy import seeding
     from lightning_mcore_lora.strategy.gradients import GradientReducer
-    from lightning_mcore_lora.strategy.precision import Masters, keep_autocast_in_recompute
+    from lightning_mcore_lora.strategy.precision import Masters, mend_autocast
 
     cpu_backend.apply()
-    keep_autocast_in_recompute()
+    mend_autocast()
     tp, ep, etp = layout
     sizes = ParallelSizes(torch.distributed.get_world_size(), tp, sequence_parallel, ep, etp)
     parallel = ParallelContext.create(sizes)

@@ -32,7 +32,7 @@ from lightning_mcore_lora.strategy import agreement, seeding
 from lightning_mcore_lora.strategy.environment import cuda_defaults
 from lightning_mcore_lora.strategy.gradients import GradientReducer, clip_grad_norm
 from lightning_mcore_lora.strategy.loaders import EvenLoader, ResumableLoader, share_out
-from lightning_mcore_lora.strategy.precision import Masters, keep_autocast_in_recompute
+from lightning_mcore_lora.strategy.precision import Masters, mend_autocast
 from lightning_mcore_lora.strategy.watch import PeerWatch, watch
 
 _REDUCE_OPS = {
@@ -121,7 +121,7 @@ class Engine:
         """
         if not self._patched:
             cpu_backend.apply()
-            keep_autocast_in_recompute()
+            mend_autocast()
             self._patched = True
             if self.async_save:
                 atexit.register(self._finish_at_exit)  # Fabric says nothing when it ends

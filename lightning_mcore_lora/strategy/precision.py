@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import layers, random
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -79,24 +79,40 @@ def agree_on_overflow(plugin: Any) -> None:
     )
 
 
-def keep_autocast_in_recompute() -> None:
-    """Have Megatron-Core's activation checkpoints compute again under the autocast of their forward.
+def mend_autocast() -> None:
+    """Have Megatron-Core do under autocast what torch's own layers do; without autocast nothing changes.
 
-    Backward runs outside of it: what is computed again would meet float32 weights and half-precision activations, or
-    be done in float32, and gradients would not be those of the forward that ran. Without autocast nothing changes.
+    Its activation checkpoints compute again in backward, which runs outside of autocast: products would meet float32
+    weights and half-precision activations, or be done in float32, and gradients would not be those of the forward that
+    ran. Its linears that train keep a float32 input, and reduce half-precision gradients into a buffer of its dtype.
     """
     for function in (random.CheckpointFunction, random.CheckpointWithoutOutputFunction):
         if not hasattr(function.forward, "__wrapped__"):
-            function.forward = staticmethod(_under_autocast(function.forward))
+            function.forward = staticmethod(_recomputed_alike(function.forward))
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    if not hasattr(getattr(layers, name), "__wrapped__"):
+        setattr(layers, name, _with_cast_input(getattr(layers, name)))
 
 
-def _under_autocast(forward: Callable) -> Callable:
+def _autocast() -> tuple[str, torch.dtype] | None:
+    """Device and dtype of the autocast that is on."""
+    return next(((d, torch.get_autocast_dtype(d)) for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)), None)
+
+
+def _recomputed_alike(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def wrapped(ctx: Any, run_function: Callable, *args: Any) -> Any:
-        for device in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device):
-                run_function = torch.autocast(device, torch.get_autocast_dtype(device))(run_function)
-        return forward(ctx, run_function, *args)
+        autocast = _autocast()
+        return forward(ctx, torch.autocast(*autocast)(run_function) if autocast else run_function, *args)
+
+    return wrapped
+
+
+def _with_cast_input(linear: Callable) -> Callable:
+    @functools.wraps(linear)
+    def wrapped(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        autocast = _autocast()
+        return linear(input.to(autocast[1]) if autocast else input, *args, **kwargs)
 
     return wrapped
 

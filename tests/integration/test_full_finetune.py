@@ -85,12 +85,13 @@ def test_dense_equals_oracle(
 
 
 @pytest.mark.full
-def test_half_precision_errs_no_more_than_one_process(workers: WorkerPool, tiny_llama: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_half_precision_errs_no_more_than_one_process(workers: WorkerPool, tiny_llama: Path, precision: str) -> None:
     exact = oracle(tiny_llama, False)
     names = list(exact["weights"])
 
     def error(world: int, *layout: Any) -> float:
-        ranks = workers(world, runs.train_full, str(tiny_llama), *layout, precision="bf16-true")
+        ranks = workers(world, runs.train_full, str(tiny_llama), *layout, precision=precision)
         worst = 0.0
         for step, gradient in enumerate(exact["gradients"]):
             values = [whole(ranks, [r["gradients"][step][n] for r in ranks], n).double().flatten() for n in names]
