@@ -1,6 +1,7 @@
 """Each precision errs no more than one process does in it, and ranks agree on what they skip."""
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,16 +35,20 @@ def distance(values: list[Tensor], references: list[Tensor]) -> float:
 
 
 def errors(gradients: list[list[Tensor]], weights: list[Tensor], exact: Run) -> tuple[float, float]:
-    """Of the gradients, the worst step; and of the weights, in units of how far they moved."""
+    """Of the gradients, the middle step; and of the weights, in units of how far they moved.
+
+    The last steps' gradients depend on the last bit: where a factor begins one part in a million off, they err by 0.10
+    or by 0.19, on the same machine. What loses precision does so in every step.
+    """
     keys = [key for _, key in names()]
-    worst = max(distance(g, [e[key] for key in keys]) for g, e in zip(gradients, exact.gradients, strict=True))
+    middle = median(distance(g, [e[key] for key in keys]) for g, e in zip(gradients, exact.gradients, strict=True))
     begin = {(layer, site): tiny.factors(layer, site, torch.float64) for layer, site, _ in keys}
     start = [
         begin[layer, site].a if f == "a" else tiny.fuse_rows(site, begin[layer, site].b) for layer, site, f in keys
     ]
     moved = torch.cat([(exact.factors[key] - s).flatten() for key, s in zip(keys, start, strict=True)]).norm()
     missed = torch.cat([(w - exact.factors[key]).flatten() for key, w in zip(keys, weights, strict=True)]).norm()
-    return worst, (missed / moved).item()
+    return middle, (missed / moved).item()
 
 
 @pytest.mark.parametrize(
@@ -76,8 +81,8 @@ def test_errs_no_more_than_one_process(
         weights = [whole(ranks, [rank["factors"][key] for rank in ranks], key) for key, _ in names()]
         assert all(w.dtype == torch.float32 for w in weights)
         found = errors(gradients, weights, oracle_run)
-        assert found[0] < 2 * bounds[0], (tp, sp, dp, mode, found, bounds)
-        assert found[1] < 2 * bounds[1], (tp, sp, dp, mode, found, bounds)
+        assert found[0] < 1.5 * bounds[0], (tp, sp, dp, mode, found, bounds)
+        assert found[1] < 1.5 * bounds[1], (tp, sp, dp, mode, found, bounds)
 
 
 # -- recompute -------------------------------------------------------------------------------------------------
