@@ -1,7 +1,6 @@
 """Each precision errs no more than one process does in it, and ranks agree on what they skip."""
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,20 +34,21 @@ def distance(values: list[Tensor], references: list[Tensor]) -> float:
 
 
 def errors(gradients: list[list[Tensor]], weights: list[Tensor], exact: Run) -> tuple[float, float]:
-    """Of the gradients, the middle step; and of the weights, in units of how far they moved.
+    """Of gradients, the worst of three steps; of weights, in units of how far they moved.
 
     The last steps' gradients depend on the last bit: where a factor begins one part in a million off, they err by 0.10
-    or by 0.19, on the same machine. What loses precision does so in every step.
+    or by 0.19, on the same machine. The weights tell of all steps.
     """
     keys = [key for _, key in names()]
-    middle = median(distance(g, [e[key] for key in keys]) for g, e in zip(gradients, exact.gradients, strict=True))
+    pairs = zip(gradients[:3], exact.gradients[:3], strict=True)
+    worst = max(distance(g, [e[key] for key in keys]) for g, e in pairs)
     begin = {(layer, site): tiny.factors(layer, site, torch.float64) for layer, site, _ in keys}
     start = [
         begin[layer, site].a if f == "a" else tiny.fuse_rows(site, begin[layer, site].b) for layer, site, f in keys
     ]
     moved = torch.cat([(exact.factors[key] - s).flatten() for key, s in zip(keys, start, strict=True)]).norm()
     missed = torch.cat([(w - exact.factors[key]).flatten() for key, w in zip(keys, weights, strict=True)]).norm()
-    return middle, (missed / moved).item()
+    return worst, (missed / moved).item()
 
 
 @pytest.mark.parametrize(
